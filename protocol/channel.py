@@ -1,0 +1,217 @@
+"""Requests and answers over ZeroMQ: `Client` (DEALER) and `Server` (ROUTER). Correlation is by id, never by order.
+
+A request is sent again with the same id until it is answered or its deadline passes; the server remembers recent ids,
+so a repeated request gets the same answer and is carried out once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from protocol.codec import Limits, Message, decode, encode, message_id
+from protocol.messages import Body, Refused
+from shared.errors import ConfigError, ProtocolError, Unreachable
+from shared.group import Columns
+from shared.log import log
+
+Answer = TypeVar("Answer", bound=Body)
+Reply = Body | tuple[Body, Columns]
+Handler = Callable[[Message], Awaitable[Reply]]
+
+RETRY_S = 5.0
+"""Time without an answer, beyond what the server may wait on purpose, after which a request is sent again."""
+REMEMBERED_ANSWERS = 4096
+REMEMBERED_BYTES = 64 << 20
+MAX_RUNNING = 16_384
+
+
+class Client:
+    """Asks one server. Use within one event loop; any number of requests may be under way at once."""
+
+    def __init__(self, address: str, *, peer: str = "broker", limits: Limits = Limits()) -> None:
+        self.address = address
+        self._peer = peer
+        self._limits = limits
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        _harden(self._socket, limits)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"{address!r} is not an address to connect to ({error.strerror})") from None
+        self._waiting: dict[bytes, asyncio.Future[Message]] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def request(
+        self,
+        body: Body,
+        answer: type[Answer],
+        columns: Columns | None = None,
+        *,
+        deadline_s: float = 30.0,
+        wait_s: float = 0.0,
+    ) -> tuple[Answer, Columns]:
+        """The answer to `body`, and its columns.
+
+        wait_s: how long the server may hold the request on purpose (a long poll).
+        Raises ProtocolError where the server refused, Unreachable where no answer came in wait_s + deadline_s.
+        """
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read(), name=f"answers of {self._peer}")
+        message = Message(body, columns or {})
+        frames = encode(message)
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[message.id] = future
+        end, tries = time.monotonic() + wait_s + deadline_s, 0
+        try:
+            while not future.done():
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise Unreachable(
+                        f"{self._peer} {self.address} gave no answer to {body.type} in {wait_s + deadline_s:.0f} s "
+                        f"({tries} tries): check that it runs and can be reached from here"
+                    )
+                tries += 1
+                await self._send(frames, left)
+                await asyncio.wait([future], timeout=min(left, wait_s + RETRY_S))
+        finally:
+            del self._waiting[message.id]
+        reply = future.result()
+        if isinstance(reply.body, Refused):
+            raise ProtocolError(reply.body.code, reply.body.detail)
+        if not isinstance(reply.body, answer):
+            raise ProtocolError("unknown_type", f"{body.type} was answered with {reply.body.type}")
+        return reply.body, reply.columns
+
+    async def _send(self, frames: list[bytes | memoryview], timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(min(timeout_s, RETRY_S)):
+                await self._socket.send_multipart(frames, copy=False)
+        except TimeoutError:
+            pass  # the socket's queue is full because the peer is away: the deadline of the request decides
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                message = decode(frames, self._limits)
+            except ProtocolError as error:
+                log.warning("refused an answer", peer=self._peer, error=str(error))
+                continue
+            future = self._waiting.get(message.id)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    async def close(self) -> None:
+        """Close the socket; requests under way end with their deadline."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        self._socket.close(linger=500)
+
+
+class Server:
+    """Answers requests with what `handle` returns for each; a ProtocolError it raises becomes a refusal.
+
+    refused: number of refused messages by code.
+    """
+
+    def __init__(self, bind: str, handle: Handler, *, limits: Limits = Limits()) -> None:
+        """Raises ConfigError where the address cannot be bound, with what to do."""
+        self._handle = handle
+        self._limits = limits
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        _harden(self._socket, limits)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.address = bind_socket(self._socket, bind)
+        self.refused: Counter[str] = Counter()
+        self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._asked_by: dict[bytes, bytes] = {}
+        self._answers: OrderedDict[bytes, list[bytes | memoryview]] = OrderedDict()
+        self._answers_bytes = 0
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    if len(self._running) >= MAX_RUNNING:
+                        await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+                    peer, *frames = await self._socket.recv_multipart(copy=False)
+                    await self._accept(peer.bytes, frames, tasks)
+        finally:
+            self._socket.close(linger=500)
+
+    async def _accept(self, peer: bytes, frames: list[zmq.Frame], tasks: asyncio.TaskGroup) -> None:
+        try:
+            message = decode(frames, self._limits)
+        except ProtocolError as error:
+            await self._refuse(peer, message_id(frames), error)
+            return
+        self._asked_by[message.id] = peer
+        if message.id in self._answers:
+            await self._answer(message.id, self._answers[message.id])
+        elif message.id not in self._running:
+            task = tasks.create_task(self._process(message), name=message.body.type)
+            self._running[message.id] = task
+
+    async def _process(self, message: Message) -> None:
+        try:
+            reply = await self._handle(message)
+            body, columns = reply if isinstance(reply, tuple) else (reply, {})
+        except ProtocolError as error:
+            self.refused[error.code] += 1
+            body, columns = Refused(code=error.code, detail=error.detail), {}
+        finally:
+            self._running.pop(message.id, None)
+        frames = encode(Message(body, columns, message.id))
+        self._remember(message.id, frames)
+        await self._answer(message.id, frames)
+
+    async def _refuse(self, peer: bytes, message_id: bytes | None, error: ProtocolError) -> None:
+        self.refused[error.code] += 1
+        if message_id is not None:
+            refusal = Message(Refused(code=error.code, detail=error.detail), {}, message_id)
+            await self._socket.send_multipart([peer, *encode(refusal)])
+
+    async def _answer(self, message_id: bytes, frames: list[bytes | memoryview]) -> None:
+        peer = self._asked_by.pop(message_id, None)
+        if peer is not None:
+            await self._socket.send_multipart([peer, *frames], copy=False)
+
+    def _remember(self, message_id: bytes, frames: list[bytes | memoryview]) -> None:
+        self._answers[message_id] = frames
+        self._answers_bytes += _size(frames)
+        while len(self._answers) > REMEMBERED_ANSWERS or self._answers_bytes > REMEMBERED_BYTES:
+            _, oldest = self._answers.popitem(last=False)
+            self._answers_bytes -= _size(oldest)
+
+
+def bind_socket(socket: zmq.asyncio.Socket, bind: str) -> str:
+    """Bind and return the address as bound, with its port. Raises ConfigError."""
+    try:
+        socket.bind(bind)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        remedy = "stop the other program or choose another port (0 takes a free one)"
+        reason = "is in use" if error.errno == zmq.EADDRINUSE else f"cannot be bound ({error.strerror})"
+        raise ConfigError(f"the address {bind} {reason}: {remedy}") from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _harden(socket: zmq.asyncio.Socket, limits: Limits) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.message_bytes)
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, 1000)
+
+
+def _size(frames: list[Any]) -> int:
+    return sum(len(frame) for frame in frames)

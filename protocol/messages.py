@@ -1,0 +1,297 @@
+"""The vocabulary of the wire: one class a message body. Every request is idempotent by the id of its message.
+
+A body is a msgpack map with exactly the fields of its class; arrays travel beside it as columns (codec.py). Columns of
+several groups in one message are named `<position of the group>/<column>`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+
+Service = Literal["rollout", "reward", "reference", "critic", "learner", "broadcaster", "client"]
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown, missing and mistyped fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    type: ClassVar[str]
+
+
+class Hello(Body):
+    """A service joins the run. Sent again after every reconnect; answered by Welcome."""
+
+    type = "hello"
+    service: Service
+    stage: str | None = Field(description="stage that it leases for; None for services that lease nothing")
+    instance: str
+    host: str
+    pid: int
+    protocol: int = PROTOCOL_VERSION
+    address: str | None = Field(None, description="where the service itself listens, if it does")
+
+
+class Welcome(Body):
+    """Everything a service needs to start."""
+
+    type = "welcome"
+    run_id: str
+    run_folder: str = Field(description="absolute path on the broker's host")
+    config: dict[str, Any]
+    lineage: int
+    version: int
+    heartbeat_s: float
+    broker_epoch: str = Field(description="changes when the broker restarts: say hello again, leases are void")
+    events_address: str = Field(description="PUB socket of the broker")
+
+
+class Heartbeat(Body):
+    """A sign of life that extends all leases of the instance, with its figures. Answered by Pulse."""
+
+    type = "heartbeat"
+    instance: str
+    state: Literal["STARTING", "STALE", "SERVING", "DRAINING", "DEAD"]
+    stats: dict[str, Any] = Field(default_factory=dict)
+
+
+class Pulse(Body):
+    """The truth about the run, for those who missed an event."""
+
+    type = "pulse"
+    lineage: int
+    version: int
+    broker_epoch: str
+    draining: bool
+    stop_reason: str | None = Field(description="set when the run has ended")
+
+
+class Locate(Body):
+    """Ask where a service listens, waiting for it to join. Answered by Located."""
+
+    type = "locate"
+    service: Service
+    wait_ms: int
+
+
+class Located(Body):
+    """The address asked for; None when the service did not join in time."""
+
+    type = "located"
+    address: str | None
+
+
+class LeaseRequest(Body):
+    """Ask for groups that are ready for a stage; waits until there are `min_groups` of them. Answered by Leased.
+
+    version: policy version that the asking service holds (the rollouts' weights, the learner's model).
+    """
+
+    type = "lease"
+    instance: str
+    stage: str
+    max_groups: int = Field(gt=0)
+    min_groups: int = Field(1, gt=0)
+    version: int = 0
+    wait_ms: int = Field(ge=0)
+
+
+class Lease(Body):
+    """One leased group."""
+
+    type = "leased_group"
+    lease_id: str
+    group_id: str
+    attempt: int
+    lease_s: float = Field(description="time without a heartbeat after which the lease is lost")
+    lane: Literal["train", "eval"]
+    min_version: int
+    prompt: dict[str, Any]
+
+
+class Leased(Body):
+    """Groups (0 to max) and, as columns, what the stage needs of them."""
+
+    type = "leased"
+    leases: list[Lease]
+
+
+class Complete(Body):
+    """The columns that a stage provides for a leased group. Answered by Ok, or the error `unknown_lease` when late."""
+
+    type = "complete"
+    lease_id: str
+    group_id: str
+    attempt: int
+
+
+class Fail(Body):
+    """A stage could not process a group. Answered by Ok."""
+
+    type = "fail"
+    lease_id: str
+    group_id: str
+    error: str
+    retry: bool = True
+
+
+class Commit(Body):
+    """The learner consumed these groups in the update that made `version`. Answered by Ok."""
+
+    type = "commit"
+    lineage: int
+    version: int
+    group_ids: list[str]
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class Checkpointed(Body):
+    """A checkpoint of `version` is complete. Answered by Ok."""
+
+    type = "checkpointed"
+    lineage: int
+    version: int
+    location: str
+
+
+class Resume(Body):
+    """The learner goes on from a checkpoint: the broker's version becomes this one. Answered by Resumed."""
+
+    type = "resume"
+    version: int
+    location: str
+
+
+class Resumed(Body):
+    """The lineage that the resumed run has."""
+
+    type = "resumed"
+    lineage: int
+
+
+class StatusRequest(Body):
+    """Ask for a snapshot of the run; `wait_version` waits until that version is committed. Answered by Status."""
+
+    type = "status"
+    wait_version: int | None = None
+    wait_ms: int = 0
+
+
+class Status(Body):
+    """A snapshot of the run; the keys are described in protocol/SPEC.md."""
+
+    type = "status_of_run"
+    status: dict[str, Any]
+
+
+class Drain(Body):
+    """Admit nothing more; the run ends when the learner has saved. Answered by Ok."""
+
+    type = "drain"
+    reason: str
+
+
+class Leave(Body):
+    """An instance leaves; its leases go back at once. Answered by Ok. `error` ends the run when it is not None."""
+
+    type = "leave"
+    instance: str
+    error: str | None = None
+
+
+class Ok(Body):
+    """Done."""
+
+    type = "ok"
+
+
+class Refused(Body):
+    """Nothing was changed. `code` is one of those in SPEC.md."""
+
+    type = "error"
+    code: str
+    detail: str
+
+
+class AcquireSlot(Body):
+    """The learner asks the broadcaster for a snapshot slot to write. Answered by Slot."""
+
+    type = "acquire_slot"
+    lineage: int
+    version: int
+    wait_ms: int
+
+
+class Slot(Body):
+    """The slot that may be written; None when all are still read after the wait, with those who read them."""
+
+    type = "slot"
+    slot: int | None
+    held_by: list[str]
+
+
+class Publish(Body):
+    """A snapshot is complete in its slot. Answered by Ok."""
+
+    type = "publish"
+    path: str = Field(description="shared-memory file, a name below the host's shared-memory folder")
+    slot: int
+    lineage: int
+    version: int
+    manifest: dict[str, Any]
+
+
+class Follow(Body):
+    """A rollout tells which snapshot it reads and waits for a newer one. Answered by Offer.
+
+    slot, version: what it reads now (None, -1 at first). It reads nothing else from the moment of this request.
+    """
+
+    type = "follow"
+    instance: str
+    slot: int | None
+    lineage: int
+    version: int
+    wait_ms: int
+
+
+class Offer(Body):
+    """The latest snapshot, now held for the rollout; slot None when there is no newer one."""
+
+    type = "offer"
+    path: str | None
+    slot: int | None
+    lineage: int
+    version: int
+    manifest: dict[str, Any] | None
+
+
+class Event(Body):
+    """A hint on the PUB socket; the truth is what a Pulse says."""
+
+    type = "event"
+    kind: Literal["version", "drain", "shutdown", "config_note"]
+    lineage: int
+    version: int
+    note: str = ""
+
+
+BODIES: dict[str, type[Body]] = {body.type: body for body in Body.__subclasses__()}
+
+
+def parse_body(type_name: str, fields: dict[str, Any]) -> Body:
+    """The typed body of a message. Raises ProtocolError `unknown_type` or `bad_header`."""
+    body = BODIES.get(type_name)
+    if body is None:
+        raise ProtocolError("unknown_type", f"there is no message type {type_name[:64]!r}")
+    try:
+        return body.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ProtocolError("bad_header", f"{type_name}.{where}: {first['msg']}") from None

@@ -1,0 +1,45 @@
+"""Runs a service as a process: one uvloop, its log, signals, and an exit code with one clear sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from shared.errors import StrettoError
+from shared.log import configure_logging, log
+
+
+def run_service(service: str, instance: str, work: Coroutine[Any, Any, None], log_file: Path | None) -> int:
+    """Run `work` until it ends or SIGTERM or SIGINT cancels it. Returns the exit code.
+
+    A StrettoError ends as its own sentence on stderr, anything else as one sentence there and a traceback in the log.
+    """
+    configure_logging(service, instance, log_file)
+    try:
+        uvloop.run(_until_signal(work))
+    except asyncio.CancelledError:
+        log.info("stopped by a signal")
+    except StrettoError as error:
+        log.error("ended with an error", error=str(error))
+        print(f"{instance}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except Exception as error:
+        log.exception("ended with an unexpected error")
+        where = f"; the traceback is in {log_file}" if log_file else ""
+        print(f"{instance}: unexpected {type(error).__name__}: {error}{where}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    await task

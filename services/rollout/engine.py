@@ -1,0 +1,81 @@
+"""What a rollout needs of an inference engine. `embedded` is one implementation, others go beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from shared.config import Sampling
+from shared.group import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """n samples of one prompt. `seed` makes them reproducible whatever else is decoded beside them."""
+
+    request_id: str
+    prompt_tokens: list[int]
+    n: int
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer.
+
+    tokens: [T] int32, the end token included where the policy produced it; logprobs: [T] float32, of the distribution
+    sampled from (temperature, top-p and top-k applied); versions: [T] int32, policy version of each token;
+    text: decoded, without special tokens and cut before a stop string.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A complete set of weights, ready to be used in place.
+
+    tensors: parameter name to torch tensor, in the engine's dtype; they are views on memory that stays valid until
+    the engine has been given newer ones.
+    """
+
+    lineage: int
+    version: int
+    tensors: dict[str, Any]
+
+
+class Engine(Protocol):
+    """An inference engine. All methods are called from the service's event loop.
+
+    version: policy version of the weights it holds; -1 before the first swap.
+    """
+
+    version: int
+
+    async def generate(self, request: Request) -> list[Sample]:
+        """The n samples of a request. Any number of requests may be in flight.
+
+        Raises DataError where the prompt leaves no room in the context, StrettoError after `close`.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End the samples of a request; its `generate` returns what there is, with FinishReason.ABORTED."""
+
+    async def swap(self, weights: Weights) -> float:
+        """Use new weights from the next decoding step on, keeping every sample in flight. Returns the pause in s."""
+
+    async def score(self, tokens: list[int]) -> np.ndarray:
+        """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1."""
+
+    def stats(self) -> dict[str, float]:
+        """Figures since the start: samples in flight and waiting, tokens and samples produced, busy seconds, …"""
+
+    async def close(self) -> None:
+        """Stop; requests in flight end with an error."""

@@ -1,0 +1,306 @@
+"""The run config: one YAML file, checked before anything starts. Only the broker reads it; services get it from the broker.
+
+Sizes have one vocabulary: a step trains `prompts_per_step` groups of `samples_per_prompt` samples, in micro-batches of
+at most `learner.tokens_per_micro_batch` tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from shared.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """A part of the config; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Data(Section):
+    """Where prompts come from."""
+
+    train: str = Field(description="JSONL or Parquet file, or path of a Hugging Face dataset, with the training prompts")
+    heldout: str | None = Field(None, description="the same for the prompts of evaluations")
+    split: str = Field("train", description="split to read, where the path is a Hugging Face dataset")
+    heldout_split: str = Field("test", description="the same for `heldout`")
+    prompt_field: str = Field("prompt", description="field with the prompt: text, or a list of chat messages")
+    system: str | None = Field(None, description="system message put before each prompt")
+    chat: bool = Field(True, description="apply the model's chat template; false: the prompt is plain text")
+    shuffle: bool = Field(True, description="shuffle each epoch, by `seed` and the epoch's number")
+
+
+class Sampling(Section):
+    """How samples are drawn."""
+
+    temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the most likely tokens up to this share of probability")
+    top_k: int = Field(0, ge=0, description="keep this many most likely tokens; 0 keeps all")
+    max_tokens: Positive = Field(512, description="most new tokens a sample")
+    stop: tuple[str, ...] = Field((), description="strings that end a sample; they are left out of its text")
+    ignore_eos: bool = Field(False, description="go on to max_tokens whatever is sampled (for benchmarks)")
+
+
+class Algorithm(Section):
+    """Name of a preset and its settings."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str = Field("grpo", description="preset, or package.module:Class, or path/to/file.py:Class")
+
+
+class Rollout(Section):
+    """The service that generates."""
+
+    replicas: Positive = Field(1, description="processes")
+    engine: Literal["embedded"] = Field("embedded", description="inference engine")
+    dtype: Dtype = Field("bfloat16", description="dtype of the weights that generate, and of the snapshots")
+    max_samples: Positive = Field(64, description="samples decoded at once")
+    max_context: int | None = Field(None, gt=0, description="most tokens of prompt and sample; default: the model's own")
+
+
+class Signal(Section):
+    """One reward signal."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="name of its columns and metrics")
+    function: str = Field(description="built-in name, package.module:function or path/to/file.py:function")
+    weight: float = Field(1.0, description="its weight in the reward")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the function")
+
+
+class Reward(Section):
+    """The service that scores."""
+
+    replicas: Positive = Field(1, description="processes")
+    signals: tuple[Signal, ...] = Field(min_length=1, description="the signals whose weighted sum is the reward")
+    workers: Positive = Field(1, description="processes of each replica that run synchronous functions")
+    timeout_s: Seconds = Field(30.0, description="time one function may take for one sample")
+    attempts: Positive = Field(2, description="how often a sample is scored before its reward is invalid")
+
+    @field_validator("signals")
+    @classmethod
+    def _names_differ(cls, signals: tuple[Signal, ...]) -> tuple[Signal, ...]:
+        names = [signal.name for signal in signals]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two signals have one name: {', '.join(names)}")
+        return signals
+
+
+class Learner(Section):
+    """The service that trains."""
+
+    dtype: Dtype = Field("bfloat16", description="dtype of forward and backward; the master weights are float32")
+    tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward and backward pass")
+    lr: float = Field(1e-6, gt=0, description="learning rate at its highest")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, down to 0")
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises from 0")
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW")
+    eps: float = Field(1e-8, gt=0, description="AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    clip_norm: float | None = Field(1.0, gt=0, description="gradient norm to clip to; null: none")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+
+
+class Evaluation(Section):
+    """Greedy answers to held-out prompts, scored by the same signals."""
+
+    every: Positive = Field(20, description="versions between evaluations; version 0 and the last are always evaluated")
+    prompts: Positive = Field(64, description="how many held-out prompts, the first ones of the file")
+    metric: str | None = Field(None, description="signal whose mean is called the accuracy; default: the first")
+    sampling: Sampling | None = Field(None, description="default: that of the training, greedy")
+
+
+class Checkpoint(Section):
+    """Model, optimizer, schedule, RNG and version."""
+
+    every: Positive = Field(50, description="versions between checkpoints; the last version is always saved")
+    keep_last: Positive = Field(2, description="how many to keep")
+
+
+class Weights(Section):
+    """How new weights reach the rollouts."""
+
+    transport: Literal["shm"] = Field("shm", description="shm: shared memory of one host")
+    slots: int = Field(3, ge=3, description="snapshots in shared memory")
+    bucket_mib: Positive = Field(16, description="unit of the checksums")
+    probe_tokens: int = Field(16, ge=2, description="length of the sequence that proves the weights after each swap")
+    tolerance: float | None = Field(None, gt=0, description="largest log-prob difference; default by dtype")
+    deadline_s: Seconds = Field(60.0, description="time for a rollout to let go of a snapshot two versions old")
+
+
+class Broker(Section):
+    """The queue."""
+
+    bind: str = Field("tcp://127.0.0.1:0", description="address to listen on; port 0 takes a free one")
+    advertise: str | None = Field(None, description="address that other hosts use; default: the bound one")
+    heartbeat_s: Seconds = Field(2.0, description="time between heartbeats; three missed ones lose the leases")
+    lease_s: Seconds = Field(60.0, description="time without a heartbeat after which a group is given to another")
+    max_attempts: Positive = Field(3, description="leases of a group that may fail at one stage")
+    dead_letter_limit: Positive = Field(8, description="groups that die in a row before the run stops")
+    max_in_flight_groups: Positive = Field(4096, description="groups in the broker's memory")
+    patience_s: Seconds = Field(60.0, description="how long services go on without the broker")
+    progress_s: Seconds = Field(600.0, description="time without a finished group or step after which the run stops")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="names the run folder")
+    folder: str = Field("runs", description="where run folders are made")
+    seed: int = Field(0, description="of data order, sampling and initial state")
+    model: str = Field(description="Hugging Face folder or name of the policy")
+    tokenizer: str | None = Field(None, description="default: the model's")
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    prompts_per_step: Positive = Field(description="groups that one update is made of")
+    samples_per_prompt: Positive = Field(description="samples of a group")
+    steps: int | None = Field(None, gt=0, description="updates; the run ends at steps or epochs, whichever is first")
+    epochs: int | None = Field(None, gt=0, description="passes over the training prompts")
+    max_staleness: int = Field(1, ge=0, description="versions that training data may lag; 0 is synchronous")
+    on_stale: Literal["train", "drop", "wait"] = Field("train", description="what to do with a group that is staler")
+    data: Data
+    sampling: Sampling = Field(default_factory=Sampling)
+    rollout: Rollout = Field(default_factory=Rollout)
+    reward: Reward
+    learner: Learner = Field(default_factory=Learner)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    weights: Weights = Field(default_factory=Weights)
+    broker: Broker = Field(default_factory=Broker)
+    cores: Literal["auto", "shared"] | dict[str, tuple[int, ...]] = Field(
+        "auto", description="auto: learner and rollouts get cores of their own; shared: none; or cores by service"
+    )
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _algorithm_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.steps is None and self.epochs is None:
+            raise ValueError("steps or epochs must be given, or the run would never end")
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature is 0: greedy samples of one prompt are all equal and teach nothing")
+        if self.sampling.top_p < 1 or self.sampling.top_k > 0:
+            raise ValueError(
+                "sampling.top_p and sampling.top_k cut the distribution that the learner computes whole, which biases "
+                "every update: leave them at 1.0 and 0 for training (evaluation.sampling may set them)"
+            )
+        names = [signal.name for signal in self.reward.signals]
+        if self.evaluation.metric is not None and self.evaluation.metric not in names:
+            raise ValueError(f"evaluation.metric is {self.evaluation.metric!r}; the signals are {', '.join(names)}")
+        if self.in_flight_groups > self.broker.max_in_flight_groups:
+            raise ValueError(
+                f"max_staleness {self.max_staleness} and prompts_per_step {self.prompts_per_step} admit "
+                f"{self.in_flight_groups} groups, but broker.max_in_flight_groups is {self.broker.max_in_flight_groups}"
+            )
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one update is made of."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def in_flight_groups(self) -> int:
+        """Most training groups that are admitted and not yet consumed."""
+        return (self.max_staleness + 1) * self.prompts_per_step
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run keeps its files."""
+        return Path(self.folder) / self.name
+
+    @property
+    def eval_sampling(self) -> Sampling:
+        """Sampling of evaluations."""
+        return self.evaluation.sampling or self.sampling.model_copy(update={"temperature": 0.0})
+
+    @property
+    def eval_metric(self) -> str:
+        """The signal whose mean is the accuracy."""
+        return self.evaluation.metric or self.reward.signals[0].name
+
+
+def parse_config(tree: dict[str, Any]) -> RunConfig:
+    """The config that a plain tree describes.
+
+    Raises ConfigError with one line a fault: the key, what is wrong, and the keys that are allowed there.
+    """
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("the config has errors:\n" + "\n".join(f"  {_fault(e)}" for e in error.errors())) from None
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """The config in a YAML file, with `key.path=value` overrides (values are YAML).
+
+    Relative paths in it are relative to the working directory. Raises ConfigError.
+    """
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config {path} is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"the config {path} should be a map of keys, but is {type(tree).__name__}")
+    for override in overrides or []:
+        _override(tree, override)
+    return parse_config(tree)
+
+
+def dump_config(config: RunConfig) -> str:
+    """The effective config as YAML, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} should be key.path=value")
+    *path, last = key.split(".")
+    node: Any = tree
+    for name in path:
+        node = node.setdefault(name, {}) if isinstance(node, dict) else node[int(name)]
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"the value of the override {override!r} is not YAML") from None
+    if isinstance(node, list):
+        node[int(last)] = parsed
+    else:
+        node[last] = parsed
+
+
+def _fault(error: Any) -> str:
+    """One line for one fault that pydantic found."""
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden":
+        text = error["msg"].removeprefix("Value error, ")
+        return f"{path}: {text}" if path else text
+    allowed = _keys_at(error["loc"][:-1])
+    near = difflib.get_close_matches(str(error["loc"][-1]), allowed, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"allowed here: {', '.join(allowed)}"
+    return f"{path}: unknown key; {hint}"
+
+
+def _keys_at(path: tuple[Any, ...]) -> list[str]:
+    section: Any = RunConfig
+    for name in path:
+        if isinstance(name, str) and name in getattr(section, "model_fields", {}):
+            annotation = section.model_fields[name].annotation
+            candidates = [annotation, *getattr(annotation, "__args__", ())]
+            section = next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), section)
+    return list(section.model_fields)

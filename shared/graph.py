@@ -1,0 +1,73 @@
+"""The stages of a run as a graph of the columns they need and provide. The broker hands out groups by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shared.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: a group is ready for it when all columns it `needs` are there and none it `provides` is.
+
+    The stage that provides nothing is the last one: its groups are consumed by a commit.
+    """
+
+    name: str
+    needs: frozenset[str]
+    provides: frozenset[str]
+
+
+ROLLOUT = Stage(
+    "rollout",
+    needs=frozenset(),
+    provides=frozenset(
+        "prompt_tokens tokens tokens_offsets loss_mask behavior_logprobs versions versions_offsets finish_reasons "
+        "text text_offsets".split()
+    ),
+)
+LEARNER_NEEDS = frozenset(
+    "prompt_tokens tokens tokens_offsets loss_mask behavior_logprobs versions versions_offsets finish_reasons "
+    "rewards reward_status".split()
+)
+
+
+def reward_stage(signals: Iterable[str]) -> Stage:
+    """The reward stage of a run with these signals."""
+    provides = {"rewards", "reward_status", "reward_reasons", "reward_reasons_offsets"}
+    for signal in signals:
+        provides |= {f"signal/{signal}", f"signal_status/{signal}"}
+    return Stage("reward", needs=frozenset({"text", "text_offsets", "finish_reasons"}), provides=frozenset(provides))
+
+
+def check_graph(stages: Iterable[Stage]) -> list[Stage]:
+    """The stages in an order in which they can run.
+
+    Raises ConfigError, naming the stage, where two stages provide one column, a needed column comes from nowhere, or
+    stages wait for each other.
+    """
+    waiting = list(stages)
+    provider: dict[str, str] = {}
+    for stage in waiting:
+        for column in sorted(stage.provides):
+            if column in provider:
+                raise ConfigError(f"stages {provider[column]} and {stage.name} both provide the column {column}")
+            provider[column] = stage.name
+    order: list[Stage] = []
+    have: set[str] = set()
+    while waiting:
+        ready = [stage for stage in waiting if stage.needs <= have]
+        if not ready:
+            stage = waiting[0]
+            missing = sorted(stage.needs - have)
+            if nowhere := [column for column in missing if column not in provider]:
+                raise ConfigError(f"stage {stage.name} needs the column {nowhere[0]}, which no stage provides")
+            names = ", ".join(stage.name for stage in waiting)
+            raise ConfigError(f"stages {names} wait for each other (for the column {missing[0]}): break the cycle")
+        for stage in ready:
+            have |= stage.provides
+            order.append(stage)
+            waiting.remove(stage)
+    return order

@@ -1,0 +1,139 @@
+"""Requests and answers over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from protocol import channel
+from protocol.channel import Client, Server
+from protocol.codec import Message, encode
+from protocol.messages import Drain, Heartbeat, Locate, Located, Ok, Pulse
+from shared.errors import ConfigError, ProtocolError, Unreachable
+
+
+@asynccontextmanager
+async def serving(handle):
+    server = Server("tcp://127.0.0.1:0", handle)
+    task = asyncio.create_task(server.run())
+    client = Client(server.address)
+    try:
+        yield server, client
+    finally:
+        await client.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_request_gets_its_answer_with_columns():
+    async def handle(message):
+        return Ok(), {"twice": message.columns["x"] * 2}
+
+    async with serving(handle) as (_, client):
+        _, columns = await client.request(Drain(reason="r"), Ok, {"x": np.arange(3, dtype="f4")})
+        assert columns["twice"].tolist() == [0, 2, 4]
+
+
+async def test_answers_find_their_request_whatever_their_order():
+    gate = asyncio.Event()
+
+    async def handle(message):
+        if message.body.wait_ms:
+            await gate.wait()
+        else:
+            gate.set()
+        return Located(address=str(message.body.wait_ms))
+
+    async with serving(handle) as (_, client):
+        slow = asyncio.create_task(client.request(Locate(service="broadcaster", wait_ms=7), Located))
+        await asyncio.sleep(0)
+        fast, _ = await client.request(Locate(service="broadcaster", wait_ms=0), Located)
+        assert (fast.address, (await slow)[0].address) == ("0", "7")
+
+
+async def test_a_repeated_request_is_carried_out_once_and_gets_the_same_answer(monkeypatch):
+    calls = []
+
+    async def handle(message):
+        calls.append(message.body)
+        return Located(address=str(len(calls)))
+
+    async with serving(handle) as (server, client):
+        frames = encode(Message(Locate(service="learner", wait_ms=0), {}, b"0123456789abcdef"))
+        raw = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        raw.connect(server.address)
+        answers = []
+        for _ in range(3):
+            await raw.send_multipart(frames)
+            answers.append(await asyncio.wait_for(raw.recv_multipart(), 5))
+        raw.close(linger=0)
+        assert len(calls) == 1 and answers[0] == answers[1] == answers[2]
+
+
+async def test_a_lost_request_is_sent_again_until_the_server_is_there(monkeypatch):
+    monkeypatch.setattr(channel, "RETRY_S", 0.05)
+    probe = Server("tcp://127.0.0.1:0", None)
+    address = probe.address
+    probe._socket.close(linger=0)
+    client = Client(address)
+    request = asyncio.create_task(client.request(Drain(reason="r"), Ok, deadline_s=20))
+    await asyncio.wait([request], timeout=0.2)
+    assert not request.done()
+
+    async def handle(message):
+        return Ok()
+
+    server = Server(address, handle)
+    task = asyncio.create_task(server.run())
+    assert (await request)[0] == Ok()
+    await client.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_peer_that_is_not_there_is_named_with_its_address_and_the_time_waited():
+    client = Client("tcp://127.0.0.1:9")
+    with pytest.raises(Unreachable, match=r"broker tcp://127.0.0.1:9 gave no answer to drain in 0 s"):
+        await client.request(Drain(reason="r"), Ok, deadline_s=0.2)
+    await client.close()
+
+
+async def test_a_refusal_is_an_error_with_its_code_and_is_counted():
+    async def handle(message):
+        raise ProtocolError("not_member", "say hello first")
+
+    async with serving(handle) as (server, client):
+        with pytest.raises(ProtocolError, match="not_member: say hello first"):
+            await client.request(Heartbeat(instance="a", state="SERVING"), Pulse)
+        assert server.refused["not_member"] == 1
+
+
+async def test_a_malformed_message_is_counted_and_the_server_goes_on():
+    async def handle(message):
+        return Ok()
+
+    async with serving(handle) as (server, client):
+        raw = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        raw.connect(server.address)
+        await raw.send_multipart([b"\xc1nonsense"])
+        await raw.send_multipart([b""])
+        await raw.send_multipart(encode(Message(Drain(reason="r"))) + [b"one frame too many"])
+        refusal = await asyncio.wait_for(raw.recv_multipart(), 5)
+        raw.close(linger=0)
+        assert b"bad_frame" in refusal[0]
+        assert (await client.request(Drain(reason="r"), Ok))[0] == Ok()
+        assert server.refused == {"bad_header": 2, "bad_frame": 1}
+
+
+async def test_a_port_in_use_is_one_clear_sentence():
+    async def handle(message):
+        return Ok()
+
+    async with serving(handle) as (server, _):
+        with pytest.raises(ConfigError, match=f"the address {server.address} is in use: stop the other program"):
+            Server(server.address, handle)
