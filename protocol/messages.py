@@ -46,6 +46,7 @@ class Welcome(Body):
     config: dict[str, Any]
     lineage: int
     version: int
+    total_steps: int = Field(description="updates that the run is made of")
     heartbeat_s: float
     broker_epoch: str = Field(description="changes when the broker restarts: say hello again, leases are void")
     events_address: str = Field(description="PUB socket of the broker")
@@ -97,6 +98,7 @@ class LeaseRequest(Body):
     stage: str
     max_groups: int = Field(gt=0)
     min_groups: int = Field(1, gt=0)
+    max_samples: int | None = Field(None, gt=0, description="most samples of the groups together, for the rollouts")
     version: int = 0
     wait_ms: int = Field(ge=0)
 

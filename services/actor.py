@@ -10,7 +10,7 @@ from protocol.messages import Complete, Fail, Lease, Leased, LeaseRequest, Ok
 from services.member import Member
 from shared.account import Bucket
 from shared.errors import ProtocolError, StrettoError
-from shared.group import Columns, Prompt, TrajectoryGroup
+from shared.group import Columns, Lane, Prompt, TrajectoryGroup
 from shared.log import log
 
 LONG_POLL_S = 20.0
@@ -19,12 +19,13 @@ Process = Callable[[TrajectoryGroup], Awaitable[Columns]]
 
 
 class StageActor:
-    """Leases groups of one stage and processes up to `capacity` of them at once.
+    """Leases groups of one stage and processes them, as many at once as there is room for.
 
     process: makes the columns that the stage provides. A StrettoError or any other error it raises fails the group,
     which the broker gives to somebody else.
-    version: the policy version this service holds, told with each lease.
+    capacity: most groups at once; or most samples, where `samples` tells how many a group of each lane makes.
     idle_bucket: where the time goes while nothing is leased.
+    version: the policy version this service holds, told with each lease.
     """
 
     def __init__(
@@ -34,37 +35,41 @@ class StageActor:
         *,
         capacity: int,
         idle_bucket: Bucket,
+        samples: dict[Lane, int] | None = None,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
         assert member.stage is not None
         self._member = member
         self._stage = member.stage
         self._process = process
-        self._capacity = capacity
+        self._counts_samples = samples is not None
+        self._size: dict[Lane, int] = samples or {"train": 1, "eval": 1}
         self._version = version
         self._idle_bucket: Bucket = idle_bucket
-        self._room = asyncio.Semaphore(capacity)
+        self._room = capacity
         self._running = 0
-        self.completed = 0
+        self._freed = asyncio.Condition()
 
     async def run(self) -> None:
         """Work until cancelled."""
         self._member.account.enter(self._idle_bucket)
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._room.acquire()
-                self._room.release()
-                for lease, columns in await self.lease():
-                    await self._room.acquire()
-                    self._started()
+                async with self._freed:
+                    await self._freed.wait_for(lambda: self._room >= self._size["train"])
+                for lease, columns in await self._lease():
+                    self._room -= self._size[lease.lane]
+                    self._running += 1
+                    self._member.account.enter("compute")
                     tasks.create_task(self._work(lease, columns), name=f"group {lease.group_id}")
 
-    async def lease(self) -> list[tuple[Lease, Columns]]:
+    async def _lease(self) -> list[tuple[Lease, Columns]]:
         """Groups that are ready for the stage, as many as there is room for; empty when none came in a while."""
         request = LeaseRequest(
             instance=self._member.instance,
             stage=self._stage,
-            max_groups=self._capacity - self._running,
+            max_groups=self._room,
+            max_samples=self._room if self._counts_samples else None,
             version=self._version(),
             wait_ms=int(LONG_POLL_S * 1000),
         )
@@ -72,21 +77,25 @@ class StageActor:
         return list(zip(leased.leases, part_groups(columns, len(leased.leases)), strict=True))
 
     async def _work(self, lease: Lease, columns: Columns) -> None:
+        """Process one group and tell the broker the outcome; afterwards its room is free again."""
+        body: Complete | Fail
+        prompt = Prompt.from_wire(lease.prompt)
+        group = TrajectoryGroup(lease.group_id, lease.lane, prompt, lease.min_version, columns)
         try:
-            group = TrajectoryGroup(
-                lease.group_id, lease.lane, Prompt.from_wire(lease.prompt), lease.min_version, columns
-            )
             provided = await self._process(group)
         except Exception as error:
             if not isinstance(error, StrettoError):
                 log.exception("a group failed", group=lease.group_id)
-            await self._tell(Fail(lease_id=lease.lease_id, group_id=lease.group_id, error=_text(error)), {})
+            body, provided = Fail(lease_id=lease.lease_id, group_id=lease.group_id, error=_text(error)), {}
         else:
-            done = Complete(lease_id=lease.lease_id, group_id=lease.group_id, attempt=lease.attempt)
-            await self._tell(done, provided)
-            self.completed += 1
-        finally:
-            self._finished()
+            body = Complete(lease_id=lease.lease_id, group_id=lease.group_id, attempt=lease.attempt)
+        await self._tell(body, provided)
+        async with self._freed:
+            self._room += self._size[lease.lane]
+            self._running -= 1
+            if self._running == 0:
+                self._member.account.enter(self._idle_bucket)
+            self._freed.notify()
 
     async def _tell(self, body: Complete | Fail, columns: Columns) -> None:
         try:
@@ -95,16 +104,6 @@ class StageActor:
             if error.code != "unknown_lease":
                 raise
             log.info("another attempt was faster", group=body.group_id)
-
-    def _started(self) -> None:
-        self._running += 1
-        self._member.account.enter("compute")
-
-    def _finished(self) -> None:
-        self._running -= 1
-        self._room.release()
-        if self._running == 0:
-            self._member.account.enter(self._idle_bucket)
 
 
 def _text(error: Exception) -> str:

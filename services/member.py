@@ -39,13 +39,14 @@ CLEANUP_S = 5.0
 class Member:
     """One service in a run.
 
-    config, run_folder, run_id: from the broker's welcome. lineage, version: the newest that the broker told of.
+    config, run_folder, run_id, total_steps: from the broker's welcome. lineage, version: the newest that the broker told of.
     state, figures: what the next heartbeat tells the broker. account: where this service's time goes.
     """
 
     config: RunConfig
     run_folder: str
     run_id: str
+    total_steps: int
 
     def __init__(self, broker: str, service: Service, instance: str, *, stage: str | None = None) -> None:
         self.service: Service = service
@@ -79,7 +80,7 @@ class Member:
         )
         welcome, _ = await self._client.request(hello, Welcome, deadline_s=JOIN_DEADLINE_S)
         self.config = parse_config(welcome.config)
-        self.run_folder, self.run_id = welcome.run_folder, welcome.run_id
+        self.run_folder, self.run_id, self.total_steps = welcome.run_folder, welcome.run_id, welcome.total_steps
         self.lineage, self.version = welcome.lineage, welcome.version
         self._epoch, self._events_address = welcome.broker_epoch, welcome.events_address
         self._heartbeat_s = welcome.heartbeat_s

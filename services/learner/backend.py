@@ -1,0 +1,48 @@
+"""What the learner needs of a model: the one place that knows how it is built, computed, sharded and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from services.learner.packing import PackedRows
+
+
+class Backend(Protocol):
+    """A policy with float32 master weights and compute weights in a dtype of its own.
+
+    parameters: float32 master weights by name, what the optimizer works on.
+    """
+
+    parameters: dict[str, torch.Tensor]
+
+    def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the samples' tokens ([K] float32, with gradient) and the entropy there ([K] float32, without)."""
+
+    def collect_gradients(self) -> None:
+        """Add the gradients of the compute weights to those of the masters, and clear them."""
+
+    def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name to (dtype, shape) of the tensors of a snapshot, in the learner's compute dtype."""
+
+    def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Cast the masters into the tensors of a snapshot."""
+
+    def use_snapshot(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Compute with these tensors from now on, without a copy where the dtype is that of the compute weights.
+
+        Without tensors the backend casts into weights of its own.
+        """
+
+    def score(self, tokens: list[int]) -> np.ndarray:
+        """[T-1] float32 log-probs of tokens[1:] at temperature 1."""
+
+    def probe_tokens(self, length: int) -> list[int]:
+        """Token ids of a fixed text, `length` of them."""
+
+    def save(self, folder: Path) -> None:
+        """Write the masters as a Hugging Face folder, tokenizer included."""

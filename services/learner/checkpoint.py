@@ -1,0 +1,114 @@
+"""Checkpoints: the model as a Hugging Face folder, with optimizer, schedule, RNG and version beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.learner.trainer import Trainer
+from shared.errors import DataError
+
+FORMAT = 1
+STATE_FILE = "stretto.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class Checkpoints:
+    """The checkpoints of a run: `folder/checkpoint-<version>`, the newest `keep_last` of them."""
+
+    def __init__(self, folder: Path, keep_last: int) -> None:
+        self.folder = folder
+        self._keep_last = keep_last
+
+    def save(self, trainer: Trainer, lineage: int) -> Path:
+        """Write a checkpoint aside, rename it, and delete those that are too old. Returns its folder."""
+        target = self.folder / f"checkpoint-{trainer.version}"
+        aside = self.folder / f".checkpoint-{trainer.version}.partial"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        trainer.backend.save(aside)
+        save_file(_optimizer_tensors(trainer), aside / OPTIMIZER_FILE)
+        state = {
+            "format": FORMAT,
+            "version": trainer.version,
+            "lineage": lineage,
+            "schedule_steps": trainer.optimizer.steps,
+        }
+        (aside / STATE_FILE).write_text(json.dumps(state, indent=1))
+        _sync(aside)
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+        _sync_folder(self.folder)
+        for old in self._all()[: -self._keep_last]:
+            shutil.rmtree(old)
+        return target
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return (self._all() or [None])[-1]
+
+    def _all(self) -> list[Path]:
+        complete = [path for path in self.folder.glob("checkpoint-*") if (path / STATE_FILE).is_file()]
+        return sorted(complete, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def restore(checkpoint: Path, trainer: Trainer) -> None:
+    """Give a trainer, whose backend was loaded from this checkpoint, the rest of its state.
+
+    Raises DataError where something is missing or belongs to another model or format.
+    """
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text())
+        tensors = load_file(checkpoint / OPTIMIZER_FILE)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the checkpoint {checkpoint} cannot be read: {error}; resume from an older one") from None
+    if state.get("format") != FORMAT:
+        raise DataError(f"the checkpoint {checkpoint} has format {state.get('format')}; this version reads {FORMAT}")
+    trainer.version = state["version"]
+    trainer.optimizer.steps = state["schedule_steps"]
+    torch.set_rng_state(tensors.pop("rng"))
+    adamw = trainer.optimizer.adamw
+    for name, parameter in trainer.backend.parameters.items():
+        found = {key: tensors.pop(f"{key}.{name}") for key in _KEYS if f"{key}.{name}" in tensors}
+        if found and found["exp_avg"].shape != parameter.shape:
+            raise DataError(f"the optimizer state of {name} in {checkpoint} has another shape than the model")
+        if found:
+            adamw.state[parameter] = found
+    if tensors:
+        raise DataError(f"{checkpoint} holds optimizer state of {next(iter(tensors))}, which the model does not have")
+
+
+_KEYS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def _optimizer_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    state: Any = trainer.optimizer.adamw.state
+    tensors = {
+        f"{key}.{name}": state[parameter][key].contiguous()
+        for name, parameter in trainer.backend.parameters.items()
+        if parameter in state
+        for key in _KEYS
+    }
+    return tensors | {"rng": torch.get_rng_state()}
+
+
+def _sync(folder: Path) -> None:
+    """Have the files on the disk before the rename makes them the checkpoint."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

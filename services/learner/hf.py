@@ -1,0 +1,158 @@
+"""The learner's backend for one process: a Hugging Face causal LM, as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.learner.packing import PackedRows
+from shared.config import Learner
+from shared.errors import DataError
+
+LOGIT_CHUNK = 1024
+"""Positions whose logits exist at once: [LOGIT_CHUNK, vocabulary] float32 is the largest tensor of a step."""
+
+PROBE_TEXT = (
+    "Weights flow one way: from the learner, which trains them, to the rollouts, which generate with them. "
+    "This sentence is scored by both sides, and both must get the same numbers. "
+)
+
+
+class HFBackend:
+    """A causal LM with float32 masters and compute weights in `learner.dtype`; see backend.Backend."""
+
+    def __init__(self, model: Any, tokenizer: Any, learner: Learner) -> None:
+        """model: in float32; its weights become the masters."""
+        self._model = model.train()
+        self._tokenizer = tokenizer
+        self._dtype: torch.dtype = getattr(torch, learner.dtype)
+        self._owners = {name: _owner(model, name) for name, _ in model.named_parameters()}
+        self._tied = _tied_places(model, self._owners)
+        self.parameters = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+        self.use_snapshot(None)
+        if learner.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+
+    @classmethod
+    def load(cls, folder: str, learner: Learner, *, tokenizer: str | None = None) -> HFBackend:
+        """The model in `folder` (or of that name). Raises DataError where model or tokenizer cannot be loaded."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+            words = AutoTokenizer.from_pretrained(tokenizer or folder)
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot load the model {folder}: {str(error).splitlines()[0]}") from None
+        return cls(model, words, learner)
+
+    def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the samples' tokens ([K] float32, with gradient) and the entropy there ([K] float32, without)."""
+        mask = torch.from_numpy(rows.attention())[:, None]
+        bias = torch.zeros(mask.shape, dtype=self._dtype).masked_fill_(~mask, torch.finfo(self._dtype).min)
+        hidden = self._model.base_model(
+            input_ids=torch.from_numpy(rows.ids),
+            position_ids=torch.from_numpy(rows.positions),
+            attention_mask=bias,
+            use_cache=False,
+        ).last_hidden_state
+        chosen = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(rows.source)]
+        return self._token_logprobs(chosen, torch.from_numpy(rows.target), temperature)
+
+    def _token_logprobs(
+        self, hidden: torch.Tensor, target: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies at [K, D] hidden states, the logits of a chunk recomputed in the backward pass."""
+        if len(hidden) <= LOGIT_CHUNK:
+            return self._chunk_logprobs(hidden, target, temperature)
+        parts = [
+            checkpoint(self._chunk_logprobs, h, t, temperature, use_reentrant=False)
+            for h, t in zip(hidden.split(LOGIT_CHUNK), target.split(LOGIT_CHUNK), strict=True)
+        ]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    def _chunk_logprobs(
+        self, hidden: torch.Tensor, target: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._model.lm_head(hidden).float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        norm = torch.logsumexp(logits, -1)
+        with torch.no_grad():
+            entropy = norm - (torch.exp(logits - norm[:, None]) * logits).sum(-1)
+        return logits.gather(-1, target[:, None])[:, 0] - norm, entropy
+
+    def collect_gradients(self) -> None:
+        """Add the gradients of the compute weights to those of the masters, and clear them."""
+        for name, (module, attribute) in self._owners.items():
+            weight = module._parameters[attribute]
+            if weight.grad is None:
+                continue
+            master = self.parameters[name]
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad += weight.grad
+            weight.grad = None
+
+    def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name to (dtype, shape) of the tensors of a snapshot, in the learner's compute dtype."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return {name: (dtype, tuple(master.shape)) for name, master in self.parameters.items()}
+
+    @torch.no_grad()
+    def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Cast the masters into the tensors of a snapshot."""
+        for name, master in self.parameters.items():
+            tensors[name].copy_(master)
+
+    def use_snapshot(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Compute with these tensors from now on; without a copy where the dtype is that of the compute weights."""
+        if tensors is None or any(tensor.dtype != self._dtype for tensor in tensors.values()):
+            # Parameters are cast one by one: `model.to(bfloat16)` would cast the rotary frequencies too.
+            tensors = {name: master.detach().to(self._dtype, copy=True) for name, master in self.parameters.items()}
+        for name, (module, attribute) in self._owners.items():
+            module._parameters[attribute] = torch.nn.Parameter(tensors[name])
+        for (module, attribute), name in self._tied:
+            owner, owner_attribute = self._owners[name]
+            module._parameters[attribute] = owner._parameters[owner_attribute]
+
+    @torch.no_grad()
+    def score(self, tokens: list[int]) -> np.ndarray:
+        """[T-1] float32 log-probs of tokens[1:] at temperature 1."""
+        ids = torch.tensor([tokens])
+        hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        return self._chunk_logprobs(hidden, ids[0, 1:], 1.0)[0].numpy()
+
+    def probe_tokens(self, length: int) -> list[int]:
+        """Token ids of a fixed text, `length` of them."""
+        ids = self._tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+        return (ids * (length // len(ids) + 1))[:length]
+
+    def save(self, folder: Path) -> None:
+        """Write the masters as a Hugging Face folder in float32, tokenizer included."""
+        self._model.save_pretrained(folder, state_dict={name: m.detach() for name, m in self.parameters.items()})
+        self._tokenizer.save_pretrained(folder)
+
+
+def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The module and attribute where the parameter `name` lives."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _tied_places(
+    model: torch.nn.Module, owners: Mapping[str, tuple[torch.nn.Module, str]]
+) -> list[tuple[tuple[torch.nn.Module, str], str]]:
+    """Places that hold a parameter which lives elsewhere too, with the name it goes by (a tied lm_head)."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places = [
+        ((module, attribute), names[id(parameter)])
+        for module in model.modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    return [(place, name) for place, name in places if place != owners[name]]

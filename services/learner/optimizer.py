@@ -1,0 +1,63 @@
+"""AdamW on the master weights with a learning-rate schedule and clipped gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from shared.config import Learner
+
+
+class Optimizer:
+    """Steps the float32 masters. Its state can be taken out and put back by name (checkpoint.py).
+
+    total_steps: where the schedule ends. steps: schedule steps taken, those without a gradient included.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], learner: Learner, total_steps: int) -> None:
+        self._parameters = parameters
+        self._learner = learner
+        self._total_steps = total_steps
+        self.steps = 0
+        self.adamw = torch.optim.AdamW(
+            list(parameters.values()),
+            lr=learner.lr,
+            betas=learner.betas,
+            eps=learner.eps,
+            weight_decay=learner.weight_decay,
+            fused=True,
+        )
+
+    def step(self) -> torch.Tensor:
+        """Clip, step, and clear the gradients; returns the gradient norm before clipping (a scalar, not synchronised)."""
+        limit = math.inf if self._learner.clip_norm is None else self._learner.clip_norm
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit, foreach=True)
+        self.adamw.param_groups[0]["lr"] = self.lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return norm
+
+    def advance(self) -> None:
+        """Move the schedule on by one update."""
+        self.steps += 1
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return self._learner.lr * schedule(self._learner, self.steps, self._total_steps)
+
+
+def schedule(learner: Learner, step: int, total_steps: int) -> float:
+    """Share of the highest learning rate at a step, counted from 0: a linear warm-up, then the schedule down to 0."""
+    if step < learner.warmup_steps:
+        return (step + 1) / learner.warmup_steps
+    done = (step - learner.warmup_steps) / max(total_steps - learner.warmup_steps, 1)
+    match learner.schedule:
+        case "linear":
+            return max(1.0 - done, 0.0)
+        case "cosine":
+            return (1.0 + math.cos(math.pi * min(done, 1.0))) / 2
+        case _:
+            return 1.0

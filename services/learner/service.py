@@ -1,0 +1,145 @@
+"""The learner service: leases a batch, trains on it, publishes the new weights, commits; checkpoints on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from protocol.codec import part_groups
+from protocol.messages import Checkpointed, Commit, Leased, LeaseRequest, Ok, Resume, Resumed
+from services.learner.checkpoint import Checkpoints, restore
+from services.learner.hf import HFBackend
+from services.learner.publisher import Publisher
+from services.learner.trainer import Trainer
+from services.member import Member
+from shared.algorithms import load_algorithm
+from shared.errors import DataError
+from shared.group import Prompt, TrajectoryGroup
+from shared.log import log
+
+LONG_POLL_S = 20.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LearnerService:
+    """The learner in a run. Everything that computes runs in one thread of its own, the trainer thread."""
+
+    def __init__(self, member: Member, *, resume: bool) -> None:
+        self._member = member
+        self._config = member.config
+        self._resume = resume
+        self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints", self._config.checkpoint.keep_last)
+        self._saved_version = -1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+
+    async def run(self) -> None:
+        """Train until the last version, or until the run drains; then save."""
+        member = self._member
+        await self._start()
+        while self._trainer.version < member.total_steps and not member.draining:
+            groups = await self._lease()
+            if groups:
+                await self._update(groups)
+        await self._save()
+        member.state = "DRAINING"
+        member.account.enter("overhead")
+
+    async def _start(self) -> None:
+        """Load the model or the latest checkpoint, and publish the weights that the rollouts start with."""
+        latest = self._checkpoints.latest() if self._resume else None
+        if self._resume and latest is None:
+            raise DataError(f"there is no checkpoint in {self._checkpoints.folder} to resume from")
+        self._trainer = await self._compute(self._load, latest)
+        if latest is not None:
+            resume = Resume(version=self._trainer.version, location=str(latest))
+            resumed, _ = await self._member.request(resume, Resumed)
+            self._member.lineage = resumed.lineage
+            self._saved_version = self._trainer.version
+        broadcaster = await self._member.locate("broadcaster")
+        self._publisher = Publisher(broadcaster, self._member.run_id, self._backend, self._config)
+        await self._publish()
+        self._member.state = "SERVING"
+
+    def _load(self, checkpoint: Path | None) -> Trainer:
+        config = self._config
+        self._backend = HFBackend.load(
+            config.model if checkpoint is None else str(checkpoint),
+            config.learner,
+            tokenizer=config.tokenizer,
+        )
+        trainer = Trainer(config, self._backend, load_algorithm(config.algorithm), total_steps=self._member.total_steps)
+        if checkpoint is not None:
+            restore(checkpoint, trainer)
+        return trainer
+
+    async def _lease(self) -> list[TrajectoryGroup]:
+        """The groups of the next update; empty when they were not there in a while."""
+        member, n_groups = self._member, self._config.prompts_per_step
+        member.account.enter("groups")
+        request = LeaseRequest(
+            instance=member.instance,
+            stage="learner",
+            max_groups=n_groups,
+            min_groups=n_groups,
+            version=self._trainer.version,
+            wait_ms=int(LONG_POLL_S * 1000),
+        )
+        leased, columns = await member.request(request, Leased, wait_s=LONG_POLL_S)
+        return [
+            TrajectoryGroup(lease.group_id, lease.lane, Prompt.from_wire(lease.prompt), lease.min_version, part)
+            for lease, part in zip(leased.leases, part_groups(columns, len(leased.leases)), strict=True)
+        ]
+
+    async def _update(self, groups: list[TrajectoryGroup]) -> None:
+        started = time.perf_counter()
+        metrics = await self._compute(self._trainer.step, groups)
+        await self._publish()
+        metrics |= self._publisher.figures | {"time/update_s": time.perf_counter() - started}
+        commit = Commit(
+            lineage=self._member.lineage,
+            version=self._trainer.version,
+            group_ids=[group.group_id for group in groups],
+            metrics=metrics,
+        )
+        await self._member.request(commit, Ok)
+        if self._trainer.version % self._config.checkpoint.every == 0:
+            await self._save()
+
+    async def _publish(self) -> None:
+        """Write the weights into a free snapshot slot, compute with them from now on, and offer them to the rollouts."""
+        version = self._trainer.version
+        with self._member.account.within("weights"):
+            tensors = await self._publisher.acquire(self._member.lineage, version)
+        with self._member.account.within("compute"):
+            await self._in_thread(self._publisher.write, tensors)
+        await self._publisher.publish(self._member.lineage, version)
+
+    async def _save(self) -> None:
+        if self._saved_version == self._trainer.version:
+            return
+        with self._member.account.within("overhead"):
+            location = await self._in_thread(self._checkpoints.save, self._trainer, self._member.lineage)
+        self._saved_version = self._trainer.version
+        log.info("saved a checkpoint", version=self._saved_version, location=str(location))
+        saved = Checkpointed(lineage=self._member.lineage, version=self._saved_version, location=str(location))
+        await self._member.request(saved, Ok)
+
+    async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._member.account.within("compute"):
+            return await self._in_thread(function, *args, **kwargs)
+
+    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+
+async def serve(broker: str, instance: str, *, resume: bool = False) -> None:
+    """Run the learner until the run ends."""
+    member = Member(broker, "learner", instance, stage="learner")
+    await member.join()
+    await member.run(LearnerService(member, resume=resume).run)

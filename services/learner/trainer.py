@@ -1,0 +1,160 @@
+"""One update of the policy: micro-batches through the backend, the algorithm's loss, the optimizer. The learner service calls it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from services.learner.backend import Backend
+from services.learner.batch import GroupBatch, step_batch
+from services.learner.optimizer import Optimizer
+from services.learner.packing import PackedRows, micro_batches, pack
+from shared.algorithms import Algorithm
+from shared.algorithms.base import LossInput
+from shared.algorithms.losses import Denominators, aggregate, kl_k3
+from shared.config import RunConfig
+from shared.errors import SelfCheckError, StrettoError
+from shared.group import TrajectoryGroup
+
+DRIFT_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+"""Mean |learner − engine| log-prob at version 0 above which the two do not compute the same policy."""
+
+
+class Trainer:
+    """Updates a policy. version: number of updates so far."""
+
+    def __init__(self, config: RunConfig, backend: Backend, algorithm: Algorithm, *, total_steps: int) -> None:
+        self._config = config
+        self._algorithm = algorithm
+        self.backend = backend
+        self.optimizer = Optimizer(backend.parameters, config.learner, total_steps)
+        self.version = 0
+
+    def step(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        """One update from all groups of a step; returns its metrics. The version and the schedule go up by one.
+
+        Where no group has an advantage there is no gradient, and the optimizer is left as it is.
+        Raises StrettoError where the loss is not finite; the weights are spoilt then and must not be used.
+        """
+        started = time.perf_counter()
+        batch = step_batch(groups, self._algorithm, self.version, self._config.sampling.max_tokens)
+        sums: dict[str, torch.Tensor] = {}
+        seconds: dict[str, float] = defaultdict(float)
+        for rows in micro_batches(batch.groups, self._config.learner.tokens_per_micro_batch):
+            self._micro_batch(pack(rows), batch.whole, sums, seconds)
+        metrics = batch.metrics | {"lr": self.optimizer.lr}
+        before = time.perf_counter()
+        if batch.groups:
+            metrics["grad_norm"] = float(self.optimizer.step())
+        seconds["time/optimizer_s"] = time.perf_counter() - before
+        self.optimizer.advance()
+        self.version += 1
+        metrics |= _means(sums) | seconds | {"time/step_s": time.perf_counter() - started}
+        if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
+            names = ", ".join(group.group_id for group in batch.groups)
+            raise StrettoError(
+                f"the loss of version {self.version} is {metrics['loss']} and the gradient norm "
+                f"{metrics.get('grad_norm')} (groups {names}): lower learner.lr, or resume from the last checkpoint"
+            )
+        return metrics
+
+    def _micro_batch(
+        self, packed: PackedRows, whole: Denominators, sums: dict[str, torch.Tensor], seconds: dict[str, float]
+    ) -> None:
+        start = time.perf_counter()
+        logprobs, entropy = self.backend.logprobs(packed, self._config.sampling.temperature)
+        losses, measures = self._losses(packed, logprobs)
+        counted = torch.from_numpy(packed.mask)
+        sample = torch.from_numpy(packed.sample)[counted]
+        loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, whole)
+        middle = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.backend.collect_gradients()
+        end = time.perf_counter()
+        seconds["time/forward_s"] += middle - start
+        seconds["time/backward_s"] += end - middle
+        _add(sums, measures | {"loss": loss.detach(), "entropy": entropy[counted].sum()})
+
+    def _losses(self, packed: PackedRows, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss of each token that counts, and sums of what is measured on them.
+
+        A token without a finite behaviour log-prob counts as one of ratio 1.
+        """
+        counted = torch.from_numpy(packed.mask)
+        new = logprobs[counted]
+        reported = torch.from_numpy(packed.logprobs)[counted]
+        missing = ~reported.isfinite()
+        old = torch.where(missing, new.detach(), reported)
+        batch = LossInput(
+            logprobs=new,
+            old_logprobs=old,
+            advantages=torch.from_numpy(packed.advantages)[counted],
+            sample=torch.from_numpy(packed.sample)[counted],
+            n_samples=packed.n_samples,
+        )
+        losses, extra = self._algorithm.loss(batch)
+        with torch.no_grad():
+            difference = new - old
+            measures = {name: values.float().sum() for name, values in extra.items()}
+            measures |= {
+                "tokens": counted.sum(),
+                "kl": kl_k3(old, new).sum(),
+                "drift/mean": difference.abs().sum(),
+                "drift/max": difference.abs().max(),
+                "drift/missing": missing.sum(),
+                "ratio/max": difference.exp().max(),
+            }
+        return losses, measures
+
+    @torch.no_grad()
+    def self_check(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        """Check, before the first update, that the engine sampled from the policy that the learner computes.
+
+        An update with learning rate 0 must have a ratio of 1 and clip nothing. Returns what was measured; raises
+        SelfCheckError, which names the likely causes.
+        """
+        group = groups[0]
+        tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
+        advantages = np.ones(len(tokens))
+        batch = GroupBatch(group.group_id, group.columns["prompt_tokens"], tokens, logprobs, mask, advantages)
+        sums: dict[str, torch.Tensor] = {}
+        for rows in micro_batches([batch], self._config.learner.tokens_per_micro_batch):
+            packed = pack(rows)
+            _add(sums, self._losses(packed, self.backend.logprobs(packed, self._config.sampling.temperature)[0])[1])
+        found = _means(sums)
+        dtypes = (self._config.learner.dtype, self._config.rollout.dtype)
+        tolerance = max(DRIFT_TOLERANCE[dtype] for dtype in dtypes)
+        if found["drift/mean"] > tolerance or found.get("clip_fraction", 0.0) > 0.05:
+            raise SelfCheckError(
+                f"engine and learner disagree before the first update: log-probs of the engine's samples differ by "
+                f"{found['drift/mean']:.3g} on average (allowed: {tolerance:g}) and by {found['drift/max']:.3g} at most. "
+                "Likely causes: another temperature or sampling filter on one side, a dtype that is too coarse, or a "
+                "chat template or end token that the engine treats differently"
+            )
+        return found
+
+
+def _add(sums: dict[str, torch.Tensor], measures: dict[str, torch.Tensor]) -> None:
+    """Add up over micro-batches; a `…/max` keeps the largest."""
+    for name, value in measures.items():
+        if name not in sums:
+            sums[name] = value
+        elif name.endswith("/max"):
+            sums[name] = torch.maximum(sums[name], value)
+        else:
+            sums[name] = sums[name] + value
+
+
+def _means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Means over the tokens that were trained; the loss, counts and maxima as they are."""
+    tokens = float(sums.pop("tokens", torch.tensor(0.0)))
+    whole = {"loss", "drift/missing"}
+    means = {
+        name: float(value) if name in whole or name.endswith("/max") else float(value) / max(tokens, 1.0)
+        for name, value in sums.items()
+    }
+    return {"loss": 0.0} | means

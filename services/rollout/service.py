@@ -1,0 +1,108 @@
+"""The rollout service: leases prompts, generates samples with an engine, and follows the learner's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+import numpy as np
+
+from services.actor import StageActor
+from services.member import Member
+from services.rollout.embedded.engine import EmbeddedEngine
+from services.rollout.engine import Engine, Request, Sample
+from services.rollout.follower import Follower
+from services.rollout.prompts import PromptRenderer
+from shared.group import Columns, Lane, TrajectoryGroup, ragged, ragged_text, version_runs
+
+
+class RolloutService:
+    """One engine in a run. A group is one request of n samples."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._config = member.config
+        self._samples: dict[Lane, int] = {"train": self._config.samples_per_prompt, "eval": 1}
+        self._checked = False
+
+    async def run(self) -> None:
+        """Load the engine, take the current weights, then generate until cancelled."""
+        config, member = self._config, self._member
+        engine = await asyncio.to_thread(
+            EmbeddedEngine.load,
+            config.model,
+            tokenizer=config.tokenizer,
+            dtype=config.rollout.dtype,
+            max_samples=config.rollout.max_samples,
+            max_context=config.rollout.max_context,
+        )
+        try:
+            await self._serve(engine)
+        finally:
+            await engine.close()
+
+    async def _serve(self, engine: EmbeddedEngine) -> None:
+        member = self._member
+        self._engine: Engine = engine
+        self._end_tokens = engine.end_tokens
+        self._renderer = PromptRenderer(engine.tokenizer, self._config.data)
+        member.state = "STALE"
+        member.account.enter("weights")
+        self._follower = Follower(
+            await member.locate("broadcaster"), member.instance, engine, self._config.weights, self._config.rollout.dtype
+        )
+        await self._follower.follow_once()
+        member.state = "SERVING"
+        actor = StageActor(
+            member,
+            self._generate,
+            capacity=max(self._config.rollout.max_samples, self._config.samples_per_prompt),
+            samples=self._samples,
+            idle_bucket="room",
+            version=lambda: engine.version,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follower.run(), name="weights")
+            tasks.create_task(actor.run(), name="stage")
+
+    async def _generate(self, group: TrajectoryGroup) -> Columns:
+        """The columns that the rollout stage provides for one group."""
+        if not self._checked:
+            self._renderer.check(group.prompt, self._end_tokens)
+            self._checked = True
+        sampling = self._config.sampling if group.lane == "train" else self._config.eval_sampling
+        request = Request(
+            request_id=group.group_id,
+            prompt_tokens=self._renderer.tokens(group.prompt),
+            n=self._samples[group.lane],
+            sampling=sampling,
+            seed=zlib.crc32(f"{self._config.seed}/{group.group_id}".encode()),
+        )
+        samples = await self._engine.generate(request)
+        self._follower.check_slot()
+        self._member.figures.update(self._engine.stats() | self._follower.figures)
+        return sample_columns(request.prompt_tokens, samples)
+
+
+def sample_columns(prompt_tokens: list[int], samples: list[Sample]) -> Columns:
+    """The columns of shared/group.py that samples of one prompt make."""
+    runs = [version_runs(sample.versions) for sample in samples]
+    offsets = np.zeros(len(runs) + 1, dtype="i8")
+    np.cumsum([len(run) for run in runs], out=offsets[1:])
+    columns = ragged("tokens", [sample.tokens for sample in samples], "i4")
+    return columns | {
+        "prompt_tokens": np.asarray(prompt_tokens, dtype="i4"),
+        "loss_mask": np.ones(len(columns["tokens"]), dtype=bool),
+        "behavior_logprobs": np.concatenate([sample.logprobs for sample in samples]).astype("f4"),
+        "versions": np.concatenate(runs),
+        "versions_offsets": offsets,
+        "finish_reasons": np.asarray([sample.finish_reason for sample in samples], dtype="u1"),
+        **ragged_text("text", [sample.text for sample in samples]),
+    }
+
+
+async def serve(broker: str, instance: str) -> None:
+    """Run a rollout until the run ends."""
+    member = Member(broker, "rollout", instance, stage="rollout")
+    await member.join()
+    await member.run(RolloutService(member).run)
