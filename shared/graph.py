@@ -39,7 +39,7 @@ def reward_stage(signals: Iterable[str]) -> Stage:
     provides = {"rewards", "reward_status", "reward_reasons", "reward_reasons_offsets"}
     for signal in signals:
         provides |= {f"signal/{signal}", f"signal_status/{signal}"}
-    return Stage("reward", needs=frozenset({"text", "text_offsets", "finish_reasons"}), provides=frozenset(provides))
+    return Stage("reward", needs=frozenset({"text", "text_offsets", "tokens_offsets", "finish_reasons"}), provides=frozenset(provides))
 
 
 def check_graph(stages: Iterable[Stage]) -> list[Stage]:

@@ -1,0 +1,85 @@
+"""Rounds of evaluation: which held-out prompts are due at which version, and what came of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shared.config import RunConfig
+from shared.group import Prompt, RewardStatus, TrajectoryGroup
+
+
+@dataclass(slots=True)
+class Round:
+    """The evaluation of one version: groups still expected, and those that are done."""
+
+    open: int
+    done: list[TrajectoryGroup] = field(default_factory=list)
+
+
+class Evaluations:
+    """The evaluations of a run, at the first version, each `every` versions and the last. results: in their order."""
+
+    def __init__(self, config: RunConfig, prompts: list[Prompt], total_steps: int) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._total_steps = total_steps
+        self._rounds: dict[int, Round] = {}
+        self.results: list[dict[str, Any]] = []
+
+    def due(self, version: int) -> list[Prompt]:
+        """The prompts to evaluate at a version that has just been reached; told once, and empty when none is due."""
+        first = not self._rounds
+        wanted = first or version % self._config.evaluation.every == 0 or version == self._total_steps
+        if not self._prompts or not wanted or version in self._rounds:
+            return []
+        self._rounds[version] = Round(open=len(self._prompts))
+        return self._prompts
+
+    def add(self, group: TrajectoryGroup, scheduled: int) -> dict[str, Any] | None:
+        """A group is evaluated; returns the round's result when it was the last."""
+        self._rounds[scheduled].done.append(group)
+        return self._close_one(scheduled)
+
+    def lose(self, scheduled: int) -> dict[str, Any] | None:
+        """A group will never be evaluated; returns the round's result when it was the last."""
+        return self._close_one(scheduled)
+
+    def complete(self, version: int) -> bool:
+        """Whether nothing is left to evaluate once `version` is the last."""
+        wanted = not self._prompts or version in self._rounds
+        return wanted and all(not r.open for r in self._rounds.values())
+
+    def _close_one(self, scheduled: int) -> dict[str, Any] | None:
+        round_ = self._rounds[scheduled]
+        round_.open -= 1
+        if round_.open:
+            return None
+        result = self._result(scheduled, round_)
+        self.results.append(result)
+        return result
+
+    def _result(self, scheduled: int, round_: Round) -> dict[str, Any]:
+        """Means over the valid samples of a round, and the policy versions that really answered."""
+        groups = round_.done
+        signals = [signal.name for signal in self._config.reward.signals]
+        means = {name: _mean(groups, f"signal/{name}", f"signal_status/{name}") for name in signals}
+        versions = [int(v) for group in groups for v in group.columns["versions"][:, 0]]
+        return {
+            "version": scheduled,
+            "accuracy": means[self._config.eval_metric],
+            "reward": _mean(groups, "rewards", "reward_status"),
+            "signals": means,
+            "prompts": len(self._prompts),
+            "scored": sum(int((g.columns["reward_status"] == RewardStatus.OK).sum()) for g in groups),
+            "oldest_version": min(versions, default=scheduled),
+            "newest_version": max(versions, default=scheduled),
+        }
+
+
+def _mean(groups: list[TrajectoryGroup], name: str, status: str) -> float | None:
+    values = [g.columns[name][g.columns[status] == RewardStatus.OK] for g in groups]
+    everything = np.concatenate(values) if values else np.zeros(0)
+    return float(everything.mean()) if len(everything) else None

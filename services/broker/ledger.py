@@ -1,0 +1,446 @@
+"""The ledger: which groups exist, who works on them, and what may be admitted. A pure state machine.
+
+No sockets, files or clock: time (`now`, seconds) comes in as an argument, and what happened goes out as events. The
+server calls it; every change of state passes through `admit`, `lease`, `complete`, `fail`, `release`, `expire`,
+`commit` and `resume`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shared.config import RunConfig
+from shared.errors import ProtocolError
+from shared.graph import Stage
+from shared.group import Columns, Lane, Prompt, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The numbers that the ledger decides by; see the fields of the same names in shared/config.py."""
+
+    prompts_per_step: int
+    total_steps: int
+    max_staleness: int
+    on_stale: str
+    max_attempts: int
+    dead_letter_limit: int
+    max_in_flight_groups: int
+    lease_s: float
+
+    @classmethod
+    def of(cls, config: RunConfig, total_steps: int) -> Policy:
+        """The policy of a run."""
+        return cls(
+            prompts_per_step=config.prompts_per_step,
+            total_steps=total_steps,
+            max_staleness=config.max_staleness,
+            on_stale=config.on_stale,
+            max_attempts=config.broker.max_attempts,
+            dead_letter_limit=config.broker.dead_letter_limit,
+            max_in_flight_groups=config.broker.max_in_flight_groups,
+            lease_s=config.broker.lease_s,
+        )
+
+
+@dataclass(slots=True)
+class Work:
+    """One group at one stage. lease_id is None while nobody works on it."""
+
+    attempt: int = 1
+    lease_id: str | None = None
+    holder: str = ""
+    deadline: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Entry:
+    """A group in the ledger: its place in the order, and its work at the stages that are ready and not done.
+
+    slot: place of a training group among all that will ever be trained; number: order of admission.
+    scheduled: version that an evaluation group was made for.
+    """
+
+    group: TrajectoryGroup
+    number: int
+    slot: int
+    scheduled: int
+    work: dict[str, Work] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease that was given."""
+
+    lease_id: str
+    attempt: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A group became a dead letter."""
+
+    group: TrajectoryGroup
+    stage: str
+    errors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group left without being trained; its prompt goes back to the source."""
+
+    group: TrajectoryGroup
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An evaluation group has all its columns."""
+
+    group: TrajectoryGroup
+    scheduled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A lease was lost and the group went back to its queue."""
+
+    group_id: str
+    stage: str
+    holder: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SystematicFault:
+    """So many groups died in a row at one stage that the run must stop."""
+
+    stage: str
+    deaths: int
+    last_error: str
+
+
+Event = Dead | Dropped | Evaluated | Returned | SystematicFault
+
+
+class Ledger:
+    """All groups of a run. version: updates that were committed; lineage: how often the run was rewound."""
+
+    def __init__(self, stages: Iterable[Stage], policy: Policy) -> None:
+        """stages: in an order in which they can run, the learner's last."""
+        *self._middle, self._last = stages
+        self._stages = {stage.name: stage for stage in (*self._middle, self._last)}
+        self.policy = policy
+        self.version = 0
+        self.lineage = 0
+        self._entries: dict[str, Entry] = {}
+        self._queues: dict[str, dict[str, Entry]] = {name: {} for name in self._stages}
+        self._leases: dict[str, tuple[str, str]] = {}
+        self._next_number = 0
+        self._next_slot = 0
+        self._free_slots: list[int] = []
+        self._deaths_in_row: Counter[str] = Counter()
+        self._counts: dict[Lane, Counter[str]] = {"train": Counter(), "eval": Counter()}
+
+    # Admission
+
+    def room(self) -> int:
+        """How many training groups the gate admits now.
+
+        At most (version + max_staleness + 1) · prompts_per_step are ever admitted, dropped and dead ones not counted,
+        never more than the run will train, and never more in flight than memory is meant for.
+        """
+        steps = min(self.version + self.policy.max_staleness + 1, self.policy.total_steps)
+        open_slots = steps * self.policy.prompts_per_step - self._next_slot + len(self._free_slots)
+        return max(0, min(open_slots, self.policy.max_in_flight_groups - len(self._entries)))
+
+    def admit(self, lane: Lane, prompt: Prompt) -> TrajectoryGroup:
+        """A new group for a prompt. The caller has made sure that there is `room` for a training group."""
+        number = self._next_number
+        self._next_number += 1
+        slot, min_version = -1, self.version
+        if lane == "train":
+            slot = self._take_slot()
+            trained_at = max(slot // self.policy.prompts_per_step, self.version)
+            min_version = max(0, trained_at - self.policy.max_staleness)
+        group = TrajectoryGroup(f"g{number:08d}", lane, prompt, min_version)
+        self._entries[group.group_id] = entry = Entry(group, number, slot, self.version)
+        self._counts[lane]["admitted"] += 1
+        self._open_stages(entry)
+        return group
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return heapq.heappop(self._free_slots)
+        self._next_slot += 1
+        return self._next_slot - 1
+
+    # Leases
+
+    def lease(
+        self,
+        stage: str,
+        holder: str,
+        now: float,
+        *,
+        max_groups: int,
+        min_groups: int = 1,
+        version: int = 0,
+        max_samples: int | None = None,
+        samples: dict[Lane, int] | None = None,
+    ) -> tuple[list[Grant], list[Event]]:
+        """Lease up to `max_groups` groups that are ready for a stage; none where there are less than `min_groups`.
+
+        version: what the holder's weights are. max_samples bounds the samples of all, with `samples` a group's in each
+        lane. Oldest admitted first; the learner gets the oldest policy versions first.
+        """
+        if stage == self._last.name:
+            chosen, events = self._batch(version, min_groups, max_groups)
+        else:
+            chosen, events = self._oldest(stage, version, max_groups, max_samples, samples), []
+        return [self._grant(entry, stage, holder, now) for entry in chosen], events
+
+    def _oldest(
+        self, stage: str, version: int, max_groups: int, max_samples: int | None, samples: dict[Lane, int] | None
+    ) -> list[Entry]:
+        chosen: list[Entry] = []
+        room = max_samples
+        for entry in sorted(self._queues[stage].values(), key=self._order):
+            if len(chosen) == max_groups:
+                break
+            if stage == self._middle[0].name and version < entry.group.min_version:
+                continue
+            if room is not None and samples is not None:
+                if samples[entry.group.lane] > room:
+                    break
+                room -= samples[entry.group.lane]
+            chosen.append(entry)
+        return chosen
+
+    def _order(self, entry: Entry) -> tuple[int, int]:
+        """Training goes before evaluation while the evaluated version is the newest; version 0 is evaluated first."""
+        evaluation = entry.group.lane == "eval"
+        late = entry.scheduled < self.version or entry.scheduled == 0
+        return (0 if evaluation and late else 2 if evaluation else 1, entry.number)
+
+    def _batch(self, version: int, min_groups: int, max_groups: int) -> tuple[list[Entry], list[Event]]:
+        """Groups for one update of the policy `version`, oldest policy versions first."""
+        events: list[Event] = []
+        ready = list(self._queues[self._last.name].values())
+        if self.policy.on_stale == "drop":
+            stale = [e for e in ready if version - e.group.oldest_version() > self.policy.max_staleness]
+            events += [self._drop(entry, "stale") for entry in stale]
+            ready = [entry for entry in ready if entry not in stale]
+        ready.sort(key=lambda entry: (entry.group.oldest_version(), entry.number))
+        chosen = ready[:max_groups]
+        if len(ready) < min_groups or (self.policy.on_stale == "wait" and self._must_wait(version, chosen)):
+            return [], events
+        return chosen, events
+
+    def _must_wait(self, version: int, chosen: list[Entry]) -> bool:
+        """Whether a group that is not chosen could be too stale for the next update."""
+        numbers = {entry.number for entry in chosen}
+        return any(
+            version + 1 - entry.group.oldest_version() > self.policy.max_staleness
+            for entry in self._entries.values()
+            if entry.group.lane == "train" and entry.number not in numbers
+        )
+
+    def _grant(self, entry: Entry, stage: str, holder: str, now: float) -> Grant:
+        work = entry.work[stage]
+        del self._queues[stage][entry.group.group_id]
+        work.lease_id = f"{entry.group.group_id}/{stage}/{self.lineage}.{work.attempt}"
+        work.holder, work.deadline = holder, now + self.policy.lease_s
+        self._leases[work.lease_id] = (entry.group.group_id, stage)
+        return Grant(work.lease_id, work.attempt, entry)
+
+    def extend(self, holder: str, now: float) -> None:
+        """The holder gave a sign of life: its leases run anew."""
+        for group_id, stage in self._leases.values():
+            work = self._entries[group_id].work[stage]
+            if work.holder == holder:
+                work.deadline = now + self.policy.lease_s
+
+    # Outcomes
+
+    def complete(self, group_id: str, stage: str, columns: Columns) -> list[Event]:
+        """Add the columns of a stage; the first completion of a group at a stage wins, whatever its attempt.
+
+        Raises ProtocolError `unknown_lease` where the stage is done or the group is gone, `bad_column` where the
+        columns are not those that the stage provides.
+        """
+        entry, work = self._open_work(group_id, stage)
+        provides = self._stages[stage].provides
+        if set(columns) != provides:
+            difference = ", ".join(sorted(provides ^ set(columns)))
+            raise ProtocolError("bad_column", f"stage {stage} provides other columns (differing in {difference})")
+        self._close(entry, stage, work)
+        entry.group.columns |= columns
+        self._deaths_in_row[stage] = 0
+        self._open_stages(entry)
+        if entry.group.lane == "eval" and not entry.work:
+            del self._entries[group_id]
+            self._counts["eval"]["consumed"] += 1
+            return [Evaluated(entry.group, entry.scheduled)]
+        return []
+
+    def fail(self, group_id: str, stage: str, lease_id: str, error: str, *, retry: bool) -> list[Event]:
+        """A stage could not process a group. A report about a lease that is over changes nothing."""
+        entry, work = self._open_work(group_id, stage)
+        if work.lease_id != lease_id:
+            return []
+        return self._failed(entry, stage, work, error, retry=retry)
+
+    def expire(self, now: float) -> list[Event]:
+        """Take back all leases whose deadline has passed."""
+        over = [
+            (group_id, stage)
+            for group_id, stage in self._leases.values()
+            if self._entries[group_id].work[stage].deadline <= now
+        ]
+        return self._take_back(over, f"no sign of life for {self.policy.lease_s:g} s")
+
+    def release(self, holder: str, reason: str) -> list[Event]:
+        """Take back all leases of a holder that is gone."""
+        held = [(g, stage) for g, stage in self._leases.values() if self._entries[g].work[stage].holder == holder]
+        return self._take_back(held, reason)
+
+    def _take_back(self, leases: list[tuple[str, str]], reason: str) -> list[Event]:
+        events: list[Event] = []
+        for group_id, stage in leases:
+            entry = self._entries.get(group_id)
+            if entry is None or stage not in entry.work:
+                continue  # the group died at another stage just now
+            work = entry.work[stage]
+            events.append(Returned(group_id, stage, work.holder, reason))
+            events += self._failed(entry, stage, work, f"{work.holder}: {reason}", retry=True)
+        return events
+
+    def _failed(self, entry: Entry, stage: str, work: Work, error: str, *, retry: bool) -> list[Event]:
+        work.errors.append(error)
+        if work.lease_id is not None:
+            del self._leases[work.lease_id]
+            work.lease_id = None
+            self._queues[stage][entry.group.group_id] = entry
+        # A learner that leaves says nothing against its groups: they wait for the next one.
+        poison = stage != self._last.name and (not retry or len(work.errors) >= self.policy.max_attempts)
+        if not poison:
+            work.attempt += 1
+            return []
+        self._remove(entry, "dead")
+        self._deaths_in_row[stage] += 1
+        events: list[Event] = [Dead(entry.group, stage, tuple(work.errors))]
+        if self._deaths_in_row[stage] >= self.policy.dead_letter_limit:
+            events.append(SystematicFault(stage, self._deaths_in_row[stage], error))
+        return events
+
+    def _drop(self, entry: Entry, reason: str) -> Dropped:
+        self._remove(entry, f"dropped: {reason}")
+        return Dropped(entry.group, reason)
+
+    def commit(self, version: int, group_ids: list[str]) -> list[TrajectoryGroup]:
+        """The update that made `version` consumed these groups: all of them or, on an error, none.
+
+        Raises ProtocolError `unknown_lease` where a group was not ready for the learner, or the version is not the next.
+        """
+        if version != self.version + 1:
+            raise ProtocolError("unknown_lease", f"commit of version {version} after version {self.version}")
+        if len(set(group_ids)) != len(group_ids):
+            raise ProtocolError("unknown_lease", "a commit names a group twice")
+        entries = [self._open_work(group_id, self._last.name)[0] for group_id in group_ids]
+        for entry in entries:
+            self._close(entry, self._last.name, entry.work[self._last.name])
+            del self._entries[entry.group.group_id]
+        self._counts["train"]["consumed"] += len(entries)
+        self.version = version
+        return [entry.group for entry in entries]
+
+    def resume(self, version: int) -> int:
+        """Go on from a checkpoint of `version`; returns the new lineage. Raises ProtocolError once groups exist."""
+        if self._counts["train"]["admitted"]:
+            raise ProtocolError("bad_header", "the run has begun; it cannot be rewound")
+        self.version = version
+        self._next_slot = version * self.policy.prompts_per_step
+        self.lineage += 1
+        return self.lineage
+
+    # Bookkeeping
+
+    def _open_stages(self, entry: Entry) -> None:
+        """Queue a group for each stage that it has become ready for."""
+        have = entry.group.columns.keys()
+        stages = self._middle if entry.group.lane == "eval" else [*self._middle, self._last]
+        for stage in stages:
+            done = bool(stage.provides) and stage.provides <= have
+            if stage.name not in entry.work and not done and stage.needs <= have:
+                entry.work[stage.name] = Work()
+                self._queues[stage.name][entry.group.group_id] = entry
+
+    def _open_work(self, group_id: str, stage: str) -> tuple[Entry, Work]:
+        entry = self._entries.get(group_id)
+        if entry is None or stage not in entry.work:
+            raise ProtocolError("unknown_lease", f"group {group_id} is not open at the stage {stage}")
+        return entry, entry.work[stage]
+
+    def _close(self, entry: Entry, stage: str, work: Work) -> None:
+        """The group's work at a stage is over."""
+        if work.lease_id is not None:
+            del self._leases[work.lease_id]
+        else:
+            del self._queues[stage][entry.group.group_id]
+        del entry.work[stage]
+
+    def _remove(self, entry: Entry, account: str) -> None:
+        """Take a group out; a training group gives its slot back."""
+        for stage, work in list(entry.work.items()):
+            self._close(entry, stage, work)
+        del self._entries[entry.group.group_id]
+        self._counts[entry.group.lane][account] += 1
+        if entry.group.lane == "train":
+            heapq.heappush(self._free_slots, entry.slot)
+
+    def accounts(self) -> dict[str, dict[str, int | dict[str, int]]]:
+        """Groups by lane: admitted, consumed, dropped (by reason), dead, queued and leased (by stage)."""
+        return {lane: self._account(lane) for lane in self._counts}
+
+    def _account(self, lane: Lane) -> dict[str, int | dict[str, int]]:
+        counts = self._counts[lane]
+        queued: Counter[str] = Counter()
+        leased: Counter[str] = Counter()
+        for entry in self._entries.values():
+            if entry.group.lane != lane:
+                continue
+            for stage, work in entry.work.items():
+                (queued if work.lease_id is None else leased)[stage] += 1
+        return {
+            "admitted": counts["admitted"],
+            "consumed": counts["consumed"],
+            "dropped": {n.removeprefix("dropped: "): c for n, c in counts.items() if n.startswith("dropped: ")},
+            "dead": counts["dead"],
+            "in_flight": sum(entry.group.lane == lane for entry in self._entries.values()),
+            "queued": dict(queued),
+            "leased": dict(leased),
+        }
+
+    def balance(self) -> dict[Lane, int]:
+        """Admitted groups that are neither consumed, dropped, dead nor in flight, by lane: 0, or the ledger is broken."""
+        out: dict[Lane, int] = {}
+        for lane, counts in self._counts.items():
+            gone = sum(count for name, count in counts.items() if name != "admitted")
+            here = sum(entry.group.lane == lane for entry in self._entries.values())
+            out[lane] = counts["admitted"] - gone - here
+        return out
+
+    def group(self, group_id: str) -> TrajectoryGroup | None:
+        """A group that is in flight."""
+        entry = self._entries.get(group_id)
+        return entry.group if entry else None
+
+    def waiting(self, stage: str) -> Counter[Lane]:
+        """How many groups of each lane nobody works on yet at a stage that is ready for them."""
+        return Counter(entry.group.lane for entry in self._queues[stage].values())

@@ -1,0 +1,103 @@
+"""The members of a run: who is there, since when unheard of, what they reported; and the bottleneck that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.messages import Hello
+
+MISSED_HEARTBEATS = 3
+
+
+@dataclass(slots=True)
+class Listed:
+    """One member. last_seen: seconds on the server's clock; seconds: its time account; figures: its own numbers."""
+
+    hello: Hello
+    last_seen: float
+    state: str = "STARTING"
+    seconds: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class Roster:
+    """Membership by heartbeats. Time is an argument."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._patience_s = heartbeat_s * MISSED_HEARTBEATS
+        self._members: dict[str, Listed] = {}
+
+    def __contains__(self, instance: str) -> bool:
+        return instance in self._members
+
+    def join(self, hello: Hello, now: float) -> None:
+        """An instance says hello, for the first time or again."""
+        self._members[hello.instance] = Listed(hello, now)
+
+    def beat(self, instance: str, state: str, stats: dict[str, Any], now: float) -> None:
+        """An instance gave a sign of life, with its figures."""
+        member = self._members[instance]
+        member.last_seen, member.state = now, state
+        member.seconds = {str(k): float(v) for k, v in stats.get("time", {}).items()}
+        member.figures = {str(k): float(v) for k, v in stats.get("figures", {}).items()}
+
+    def leave(self, instance: str) -> None:
+        """An instance is gone."""
+        self._members.pop(instance, None)
+
+    def silent(self, now: float) -> list[str]:
+        """Instances that missed three heartbeats."""
+        return [name for name, m in self._members.items() if now - m.last_seen > self._patience_s]
+
+    def of(self, service: str) -> list[Listed]:
+        """The members that run a service."""
+        return [m for m in self._members.values() if m.hello.service == service]
+
+    def address(self, service: str) -> str | None:
+        """Where a service listens, if one is there that does."""
+        return next((m.hello.address for m in self.of(service) if m.hello.address), None)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def status(self, now: float) -> list[dict[str, Any]]:
+        """One plain record a member."""
+        return [
+            {
+                "instance": m.hello.instance,
+                "service": m.hello.service,
+                "host": m.hello.host,
+                "pid": m.hello.pid,
+                "state": m.state,
+                "last_seen_s": round(now - m.last_seen, 3),
+                "time": m.seconds,
+                "figures": m.figures,
+            }
+            for m in self._members.values()
+        ]
+
+    def bottleneck(self) -> str:
+        """What paces the run, in one sentence, from the learner's and the rollouts' time accounts."""
+        learner = _share(self.of("learner"))
+        rollout = _share(self.of("rollout"))
+        if learner is None or rollout is None:
+            return "not known yet"
+        waits, idle = learner["groups"], rollout["room"]
+        if learner["weights"] > max(waits, 0.1):
+            return f"the learner waits for rollouts to take new weights ({learner['weights']:.0%} of its time)"
+        if waits > 0.25 and idle < 0.25:
+            return f"the rollouts: the learner waits for groups {waits:.0%} of its time; add rollouts"
+        if waits > 0.25:
+            return f"latency: the learner waits {waits:.0%} and the rollouts {idle:.0%}; raise max_staleness"
+        return f"the learner: it computes {learner['compute']:.0%} of its time, the rollouts wait {idle:.0%}"
+
+
+def _share(members: list[Listed]) -> dict[str, float] | None:
+    """Shares of the time of all members of a service, but for what they took to start."""
+    total: dict[str, float] = {}
+    for member in members:
+        for bucket, seconds in member.seconds.items():
+            total[bucket] = total.get(bucket, 0.0) + seconds
+    whole = sum(seconds for bucket, seconds in total.items() if bucket != "overhead")
+    return {bucket: seconds / whole for bucket, seconds in total.items()} if whole > 0 else None
