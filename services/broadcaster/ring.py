@@ -1,0 +1,113 @@
+"""Who reads and who writes the snapshot slots. A pure state machine; time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A complete snapshot in a slot. Versions are ordered by (lineage, version)."""
+
+    slot: int
+    lineage: int
+    version: int
+    path: str
+    manifest: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Reader:
+    """A rollout: the slot it reads, and the one that is held for it since it was offered."""
+
+    reading: int | None = None
+    offered: int | None = None
+
+    def holds(self, slot: int) -> bool:
+        """Whether the slot must not be written because of this reader."""
+        return slot in (self.reading, self.offered)
+
+
+@dataclass(slots=True)
+class Ring:
+    """The slots of one snapshot file.
+
+    A slot may be written when no reader holds it and it is not the newest snapshot, on which the learner itself
+    computes. Only the newest snapshot is ever offered: one that nobody took is simply replaced.
+    """
+
+    slots: int
+    deadline_s: float
+    newest: Snapshot | None = None
+    _readers: dict[str, Reader] = field(default_factory=dict)
+    _evicted: set[str] = field(default_factory=set)
+    _writing: int | None = None
+    _blocked_since: float | None = None
+
+    def acquire(self, now: float) -> int | None:
+        """A slot for the learner to write, or None while all are read.
+
+        When the learner was kept waiting for `deadline_s`, the readers of old snapshots lose them.
+        """
+        slot = self._free_slot()
+        if slot is None and self._blocked_since is not None and now - self._blocked_since >= self.deadline_s:
+            for instance in self.blockers():
+                del self._readers[instance]
+                self._evicted.add(instance)
+            slot = self._free_slot()
+        if slot is None:
+            self._blocked_since = now if self._blocked_since is None else self._blocked_since
+        else:
+            self._blocked_since, self._writing = None, slot
+        return slot
+
+    def _free_slot(self) -> int | None:
+        newest = self.newest.slot if self.newest else None
+        taken = (slot for slot in range(self.slots) if slot != newest)
+        return next((s for s in taken if not any(reader.holds(s) for reader in self._readers.values())), None)
+
+    def blockers(self) -> list[str]:
+        """Readers that hold a snapshot other than the newest."""
+        newest = self.newest.slot if self.newest else None
+        return [
+            instance
+            for instance, reader in self._readers.items()
+            if any(slot is not None and slot != newest for slot in (reader.reading, reader.offered))
+        ]
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """A snapshot is complete and the newest. Raises ProtocolError where its slot was not acquired."""
+        if snapshot.slot != self._writing:
+            raise ProtocolError("unknown_lease", f"slot {snapshot.slot} was not acquired")
+        self.newest, self._writing = snapshot, None
+
+    def follow(self, instance: str, slot: int | None, lineage: int, version: int) -> Snapshot | None:
+        """A rollout reads `slot` and nothing else; returns the newest snapshot, held for it, if it is newer.
+
+        A rollout that reads nothing yet has just started. Raises ProtocolError `unknown_lease` where it was too slow
+        and its slot was taken away.
+        """
+        if slot is None:
+            self._evicted.discard(instance)
+        elif instance in self._evicted:
+            raise ProtocolError(
+                "unknown_lease", f"{instance} kept slot {slot} for more than {self.deadline_s:g} s and lost it: restart"
+            )
+        reader = self._readers[instance] = Reader(reading=slot)
+        if self.newest is None or (self.newest.lineage, self.newest.version) <= (lineage, version):
+            return None
+        reader.offered = self.newest.slot
+        return self.newest
+
+    def leave(self, instance: str) -> None:
+        """A rollout is gone."""
+        self._readers.pop(instance, None)
+        self._evicted.discard(instance)
+
+    def forget(self) -> None:
+        """The learner writes to another file now: nobody reads that one yet."""
+        self.newest = None
+        self._readers.clear()

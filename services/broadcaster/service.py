@@ -1,0 +1,103 @@
+"""The broadcaster: tells the learner which slot to write and the rollouts which snapshot to read. Holds no weights itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from protocol.channel import Reply, Server
+from protocol.codec import Message
+from protocol.messages import AcquireSlot, Follow, Leave, Offer, Ok, Publish, Slot
+from services.broadcaster.ring import Ring, Snapshot
+from services.member import Member
+from shared.config import Weights
+from shared.errors import ProtocolError
+from shared.log import log
+
+RECHECK_S = 1.0
+
+
+class Broadcaster:
+    """Answers the learner and the rollouts."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._ring = Ring(weights.slots, weights.deadline_s)
+        self._changed = asyncio.Condition()
+
+    async def handle(self, message: Message) -> Reply:
+        """The answer to a request."""
+        match message.body:
+            case AcquireSlot() as request:
+                return await self._acquire(request)
+            case Publish() as publish:
+                newest = self._ring.newest
+                if newest is not None and newest.path != publish.path:
+                    self._ring.forget()
+                self._ring.publish(
+                    Snapshot(publish.slot, publish.lineage, publish.version, publish.path, publish.manifest)
+                )
+                log.info("snapshot", lineage=publish.lineage, version=publish.version, slot=publish.slot)
+                await self._notify()
+                return Ok()
+            case Follow() as follow:
+                return await self._follow(follow)
+            case Leave() as leave:
+                self._ring.leave(leave.instance)
+                await self._notify()
+                return Ok()
+        raise ProtocolError("unknown_type", f"the broadcaster does not answer {message.body.type}")
+
+    async def _acquire(self, request: AcquireSlot) -> Slot:
+        slot: int | None = None
+
+        def free() -> bool:
+            nonlocal slot
+            slot = self._ring.acquire(time.monotonic())
+            return slot is not None
+
+        await self._until(free, request.wait_ms)
+        return Slot(slot=slot, held_by=[] if slot is not None else self._ring.blockers())
+
+    async def _follow(self, follow: Follow) -> Offer:
+        offer: Snapshot | None = None
+
+        def newer() -> bool:
+            nonlocal offer
+            offer = self._ring.follow(follow.instance, follow.slot, follow.lineage, follow.version)
+            return offer is not None
+
+        newer()
+        await self._notify()  # what the rollout read before may be free now
+        if offer is None:
+            await self._until(newer, follow.wait_ms)
+        if offer is None:
+            return Offer(path=None, slot=None, lineage=follow.lineage, version=follow.version, manifest=None)
+        return Offer(
+            path=offer.path, slot=offer.slot, lineage=offer.lineage, version=offer.version, manifest=offer.manifest
+        )
+
+    async def _until(self, condition: Callable[[], bool], wait_ms: int) -> None:
+        """Wait until a condition holds, looking again every second because deadlines pass without an event."""
+        end = time.monotonic() + wait_ms / 1000
+        while not condition() and (left := end - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(min(left, RECHECK_S)), self._changed:
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+async def serve(broker: str, instance: str) -> None:
+    """Run the broadcaster until the run ends."""
+    member = Member(broker, "broadcaster", instance)
+    config = await member.join()
+    host = config.broker.bind.rpartition(":")[0]
+    server = Server(f"{host}:0", Broadcaster(config.weights).handle)
+    await member.join(server.address)
+    member.state = "SERVING"
+    await member.run(server.run)

@@ -1,0 +1,95 @@
+"""Scores a group: all signals of all samples, tried again where they fail, and combined into the reward columns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from services.reward.pool import WorkerPool
+from services.reward.signals import Function, Score, arguments_of, invalid, read_answer
+from shared.config import Reward
+from shared.errors import StrettoError
+from shared.group import Columns, RewardStatus, TrajectoryGroup, ragged_text
+
+ASYNC_AT_ONCE = 64
+
+
+class Scorer:
+    """The reward of a run: its signals, weighted."""
+
+    def __init__(self, reward: Reward) -> None:
+        """Loads the functions. Raises PluginError or ConfigError where one cannot be."""
+        self._reward = reward
+        self._functions = {signal.name: Function(signal) for signal in reward.signals}
+        self._pool: WorkerPool | None = None
+        self._async_room = asyncio.Semaphore(ASYNC_AT_ONCE)
+
+    async def start(self) -> None:
+        """Start the workers."""
+        blocking = [f.signal for f in self._functions.values() if not f.is_async]
+        if blocking:
+            self._pool = WorkerPool(blocking, self._reward.workers, self._reward.timeout_s)
+
+    async def score(self, group: TrajectoryGroup) -> Columns:
+        """The columns of the reward stage.
+
+        Raises StrettoError where no sample of the group has a valid reward, with the commonest reason.
+        """
+        arguments = arguments_of(group)
+        names = list(self._functions)
+        scores = await asyncio.gather(*(self._try(name, given) for given in arguments for name in names))
+        by_sample = [dict(zip(names, scores[i : i + len(names)], strict=True)) for i in range(0, len(scores), len(names))]
+        rewards = [self._combine(sample) for sample in by_sample]
+        if all(reward.status is not RewardStatus.OK for reward in rewards):
+            reason, count = Counter(reward.reason for reward in rewards).most_common(1)[0]
+            raise StrettoError(f"no sample has a valid reward; {count} of {len(rewards)}: {reason}")
+        columns: Columns = {
+            "rewards": np.array([r.value if r.status is RewardStatus.OK else 0.0 for r in rewards], dtype="f4"),
+            "reward_status": np.array([r.status for r in rewards], dtype="u1"),
+            **ragged_text("reward_reasons", [r.reason for r in rewards]),
+        }
+        for name in names:
+            columns[f"signal/{name}"] = np.array([s[name].value for s in by_sample], dtype="f4")
+            columns[f"signal_status/{name}"] = np.array([s[name].status for s in by_sample], dtype="u1")
+        return columns
+
+    async def _try(self, name: str, arguments: dict[str, Any]) -> Score:
+        """One signal of one sample, scored again while it is invalid."""
+        score = invalid("not scored")
+        for _ in range(self._reward.attempts):
+            score = await self._call(name, arguments)
+            if score.status is not RewardStatus.INVALID:
+                break
+        return score
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Score:
+        function = self._functions[name]
+        if not function.is_async:
+            assert self._pool is not None
+            return await self._pool.score(name, arguments)
+        try:
+            async with self._async_room, asyncio.timeout(self._reward.timeout_s):
+                return read_answer(await function.call(arguments), name)
+        except TimeoutError:
+            return invalid(f"{name} gave no answer in {self._reward.timeout_s:g} s")
+        except Exception as error:
+            return invalid(f"{name} raised {type(error).__name__}: {error}")
+
+    def _combine(self, scores: dict[str, Score]) -> Score:
+        """Σ weight · value over the signals that gave one; invalid where a signal is, or where none gave a value."""
+        for score in scores.values():
+            if score.status is RewardStatus.INVALID:
+                return score
+        values = {name: score.value for name, score in scores.items() if score.status is RewardStatus.OK}
+        if not values:
+            return invalid("all signals abstained")
+        weights = {signal.name: signal.weight for signal in self._reward.signals}
+        return Score(RewardStatus.OK, sum(weights[name] * value for name, value in values.items()))
+
+    async def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)

@@ -1,0 +1,56 @@
+"""Loads a model and its tokenizer for the embedded engine, and finds its end tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.rollout.embedded.attention import ATTENTION, PromptPass
+from shared.errors import DataError
+
+
+def load_model(folder: str, dtype: str) -> Any:
+    """A causal language model with the engine's attention, weights in `dtype`, buffers as the model wants them.
+
+    Raises DataError where it cannot be loaded, or does not run on the engine's attention.
+    """
+    try:
+        # dtype= and not .to(): that would also cast the rotary frequencies, and positions would drift.
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot load the model {folder}: {error}") from error
+    model = model.eval().requires_grad_(False)
+    _check(model, folder)
+    return model
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a model folder. Raises DataError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot load the tokenizer {folder}: {error}") from error
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Ids that end a sample: those of the generation config and the tokenizer's own."""
+    ids = model.generation_config.eos_token_id
+    ends = set(ids if isinstance(ids, list) else [ids])
+    ends.add(tokenizer.eos_token_id)
+    return ends - {None}
+
+
+@torch.inference_mode()
+def _check(model: Any, folder: str) -> None:
+    """One token through the model: does every layer attend the engine's way?"""
+    seen: set[int] = set()
+    prompt = PromptPass([1], lambda number, layer, keys, values: seen.add(layer))
+    model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False, attend=prompt.attend)
+    layers = model.config.get_text_config().num_hidden_layers
+    if seen != set(range(layers)):
+        raise DataError(
+            f"the model {folder} ({type(model).__name__}) used the engine's attention in {len(seen)} of {layers} layers: "
+            "it is of a kind that the embedded engine cannot run"
+        )

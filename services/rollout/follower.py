@@ -1,0 +1,109 @@
+"""The rollout's end of the weight path: takes each new snapshot, swaps it into the engine, and proves that it is right."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+
+from protocol.channel import Client
+from protocol.messages import Follow, Leave, Offer, Ok
+from services.rollout.engine import Engine, Weights
+from shared import config as run_config
+from shared.errors import ProtocolError, Unreachable, WeightsError
+from shared.log import log
+from shared.snapshot import Manifest, SnapshotFile
+
+LONG_POLL_S = 20.0
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 2e-2}
+"""Largest |engine − learner| log-prob of a probe token that is taken for rounding, by dtype."""
+
+
+class Follower:
+    """Keeps an engine at the newest weights. figures: what the last swap cost, for the heartbeat."""
+
+    def __init__(
+        self, broadcaster: str, instance: str, engine: Engine, weights: run_config.Weights, dtype: str
+    ) -> None:
+        self._client = Client(broadcaster, peer="broadcaster")
+        self._instance = instance
+        self._engine = engine
+        self._tolerance = weights.tolerance or TOLERANCE[dtype]
+        self._file: SnapshotFile | None = None
+        self._slot: int | None = None
+        self._lineage, self._version = 0, -1
+        self.figures: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Follow until cancelled. Raises WeightsError where a snapshot cannot be loaded as it is meant."""
+        try:
+            while True:
+                await self.follow()
+        finally:
+            await self._leave()
+
+    async def first(self) -> None:
+        """Wait for the first weights."""
+        while self._version < 0:
+            await self.follow()
+
+    async def follow(self) -> None:
+        """Take the newest snapshot once there is a newer one; return without it after a while."""
+        request = Follow(
+            instance=self._instance,
+            slot=self._slot,
+            lineage=self._lineage,
+            version=self._version,
+            wait_ms=int(LONG_POLL_S * 1000),
+        )
+        offer, _ = await self._client.request(request, Offer, wait_s=LONG_POLL_S)
+        if offer.slot is None or offer.path is None or offer.manifest is None:
+            return
+        manifest = Manifest.from_wire(offer.manifest)
+        if self._file is None or self._file.path.name != offer.path:
+            self._file = SnapshotFile.attach(offer.path, manifest.layout)
+        await self._load(self._file, offer, offer.slot, manifest)
+        self._slot, self._lineage, self._version = offer.slot, offer.lineage, offer.version
+
+    async def _load(self, file: SnapshotFile, offer: Offer, slot: int, manifest: Manifest) -> None:
+        """Verify, swap and probe; once more where the probe fails."""
+        for attempt in (1, 2):
+            start = time.perf_counter()
+            await asyncio.to_thread(file.verify, slot, manifest)
+            verified = time.perf_counter()
+            weights = Weights(offer.lineage, offer.version, file.tensors(slot))
+            # Both are queued before the engine's next step, so nothing is generated between swap and proof.
+            pause_s, logprobs = await asyncio.gather(
+                self._engine.swap(weights), self._engine.score(manifest.probe_tokens)
+            )
+            error = float(np.abs(logprobs - np.asarray(manifest.probe_logprobs)).max())
+            self.figures = {
+                "weights/verify_s": verified - start,
+                "weights/pause_s": pause_s,
+                "weights/probe_error": error,
+                "weights/version": float(offer.version),
+            }
+            log.info("weights", lineage=offer.lineage, version=offer.version, attempt=attempt, **self.figures)
+            if error <= self._tolerance:
+                return
+        raise WeightsError(
+            f"the engine's log-probs of the probe are off by {error:.3g} at version {offer.version} (allowed: "
+            f"{self._tolerance:g}), also after a second load: it does not compute with the learner's weights"
+        )
+
+    def check_slot(self) -> None:
+        """Raises WeightsError where the slot in use was taken away, and what was generated with it is void."""
+        if self._file is None or self._slot is None or self._file.holds(self._slot, self._lineage, self._version):
+            return
+        raise WeightsError(
+            f"the snapshot of version {self._version} was overwritten while {self._instance} still used it: it did not "
+            "follow in time (weights.deadline_s)"
+        )
+
+    async def _leave(self) -> None:
+        try:
+            await self._client.request(Leave(instance=self._instance), Ok, deadline_s=2.0)
+        except (Unreachable, ProtocolError) as trouble:
+            log.warning("could not tell the broadcaster that this rollout leaves", error=str(trouble))
+        await self._client.close()

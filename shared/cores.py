@@ -1,0 +1,79 @@
+"""Which processor cores each service gets, and the environment that keeps its threads there.
+
+Two OpenMP threads of one service beside a second busy service were seen to make a learner's step seven times slower,
+because threads spin while they wait: so cores are given out, and waiting threads sleep.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shared.errors import ConfigError
+
+BUSY = ("learner", "rollout")
+
+
+def available_cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def plan_cores(
+    setting: str | dict[str, tuple[int, ...]], instances: list[str], cores: list[int]
+) -> dict[str, tuple[int, ...]]:
+    """The cores of each instance (`rollout-0`, `learner-0`, …).
+
+    auto: the learner gets the upper half of the cores, the rollouts share out the lower half, everything else may use
+    any core. shared: everything may use any core. A map gives cores by service (shared out among its instances) or by
+    instance. Raises ConfigError for a core or a service that is not there.
+    """
+    everywhere = tuple(cores)
+    plan = dict.fromkeys(instances, everywhere)
+    if setting == "shared" or len(cores) < 2:
+        return plan
+    if isinstance(setting, dict):
+        return plan | _as_told(setting, instances, cores)
+    half = len(cores) // 2
+    plan |= _share_out(cores[half:], [name for name in instances if _service(name) == "learner"])
+    return plan | _share_out(cores[:half], [name for name in instances if _service(name) == "rollout"])
+
+
+def process_environment(service: str, cores: tuple[int, ...]) -> dict[str, str]:
+    """Environment variables for a process on these cores: as many threads, which sleep while they wait."""
+    threads = str(len(cores) if service in BUSY else 1)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _service(instance: str) -> str:
+    return instance.rpartition("-")[0] or instance
+
+
+def _as_told(
+    setting: dict[str, tuple[int, ...]], instances: list[str], cores: list[int]
+) -> dict[str, tuple[int, ...]]:
+    plan: dict[str, tuple[int, ...]] = {}
+    for name, wanted in setting.items():
+        missing = sorted(set(wanted) - set(cores))
+        if missing or not wanted:
+            raise ConfigError(f"cores.{name} names {missing or 'no core'}; the cores here are {cores}")
+        members = [i for i in instances if name in (i, _service(i))]
+        if not members:
+            raise ConfigError(f"cores.{name}: there is no such service; there are {', '.join(instances)}")
+        plan |= _share_out(list(wanted), members)
+    return plan
+
+
+def _share_out(cores: list[int], instances: list[str]) -> dict[str, tuple[int, ...]]:
+    """Equal parts of the cores; where there are more instances than cores, each gets one and some share."""
+    if len(instances) > len(cores):
+        return {name: (cores[i % len(cores)],) for i, name in enumerate(instances)}
+    bounds = [i * len(cores) // max(len(instances), 1) for i in range(len(instances) + 1)]
+    return {name: tuple(cores[bounds[i] : bounds[i + 1]]) for i, name in enumerate(instances)}
