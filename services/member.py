@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
@@ -125,8 +125,7 @@ class Member:
         stats: dict[str, Any] = {
             "time": self.account.seconds(),
             "spans": [list(span) for span in self.account.take_spans()],
-            "figures": dict(self.figures),
-            "sent": time.time(),
+            "figures": self.figures | {"memory/peak_mib": peak_memory_mib()},
         }
         try:
             pulse, _ = await self.request(
@@ -183,6 +182,11 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
         stopped = [e for e in error.exceptions if not isinstance(e, RunStopped)]
         error = (stopped or list(error.exceptions))[0]
     return error
+
+
+def peak_memory_mib() -> float:
+    """The most resident memory that this process has had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 async def _await(work: Awaitable[None]) -> None:

@@ -27,6 +27,7 @@ class Roster:
     def __init__(self, heartbeat_s: float) -> None:
         self._patience_s = heartbeat_s * MISSED_HEARTBEATS
         self._members: dict[str, Listed] = {}
+        self._departed: dict[str, Listed] = {}
 
     def __contains__(self, instance: str) -> bool:
         return instance in self._members
@@ -34,6 +35,7 @@ class Roster:
     def join(self, hello: Hello, now: float) -> None:
         """An instance says hello, for the first time or again."""
         self._members[hello.instance] = Listed(hello, now)
+        self._departed.pop(hello.instance, None)
 
     def beat(self, instance: str, state: str, stats: dict[str, Any], now: float) -> None:
         """An instance gave a sign of life, with its figures."""
@@ -43,8 +45,9 @@ class Roster:
         member.figures = {str(k): float(v) for k, v in stats.get("figures", {}).items()}
 
     def leave(self, instance: str) -> None:
-        """An instance is gone."""
-        self._members.pop(instance, None)
+        """An instance is gone; what it last reported is kept."""
+        if instance in self._members:
+            self._departed[instance] = self._members.pop(instance)
 
     def silent(self, now: float) -> list[str]:
         """Instances that missed three heartbeats."""
@@ -63,24 +66,17 @@ class Roster:
 
     def status(self, now: float) -> list[dict[str, Any]]:
         """One plain record a member."""
-        return [
-            {
-                "instance": m.hello.instance,
-                "service": m.hello.service,
-                "host": m.hello.host,
-                "pid": m.hello.pid,
-                "state": m.state,
-                "last_seen_s": round(now - m.last_seen, 3),
-                "time": m.seconds,
-                "figures": m.figures,
-            }
-            for m in self._members.values()
-        ]
+        return [_record(member, now) for member in self._members.values()]
+
+    def departed(self, now: float) -> list[dict[str, Any]]:
+        """The same for those that left, as they last were."""
+        return [_record(member, now) for member in self._departed.values()]
 
     def bottleneck(self) -> str:
         """What paces the run, in one sentence, from the learner's and the rollouts' time accounts."""
-        learner = _share(self.of("learner"))
-        rollout = _share(self.of("rollout"))
+        everybody = [*self._members.values(), *self._departed.values()]
+        learner = _share([m for m in everybody if m.hello.service == "learner"])
+        rollout = _share([m for m in everybody if m.hello.service == "rollout"])
         if learner is None or rollout is None:
             return "not known yet"
         waits, idle = learner["groups"], rollout["room"]
@@ -101,3 +97,17 @@ def _share(members: list[Listed]) -> dict[str, float] | None:
             total[bucket] = total.get(bucket, 0.0) + seconds
     whole = sum(seconds for bucket, seconds in total.items() if bucket != "overhead")
     return {bucket: seconds / whole for bucket, seconds in total.items()} if whole > 0 else None
+
+
+def _record(member: Listed, now: float) -> dict[str, Any]:
+    hello = member.hello
+    return {
+        "instance": hello.instance,
+        "service": hello.service,
+        "host": hello.host,
+        "pid": hello.pid,
+        "state": member.state,
+        "last_seen_s": round(now - member.last_seen, 3),
+        "time": member.seconds,
+        "figures": member.figures,
+    }

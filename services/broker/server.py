@@ -442,6 +442,7 @@ class Broker:
             "history": list(self._history),
             "evaluations": self._evaluations.results,
             "services": self._roster.status(time.monotonic()),
+            "departed": self._roster.departed(time.monotonic()),
             "bottleneck": self._roster.bottleneck(),
             "dead_letters": list(self._dead_letters),
             "warnings": list(self._warnings),

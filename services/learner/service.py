@@ -17,7 +17,7 @@ from services.learner.publisher import Publisher
 from services.learner.trainer import Trainer
 from services.member import Member
 from shared.algorithms import load_algorithm
-from shared.errors import DataError
+from shared.errors import DataError, ProtocolError
 from shared.group import Prompt, TrajectoryGroup
 from shared.log import log
 
@@ -39,16 +39,21 @@ class LearnerService:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     async def run(self) -> None:
-        """Train until the last version, or until the run drains; then save."""
-        member = self._member
+        """Train until the last version, or until the run drains; then save, and stay until the run has ended."""
         await self._start()
-        while self._trainer.version < member.total_steps and not member.draining:
-            groups = await self._lease()
-            if groups:
-                await self._update(groups)
-        await self._save()
-        member.state = "DRAINING"
-        member.account.enter("overhead")
+        try:
+            while self._trainer.version < self._member.total_steps:
+                groups = await self._lease()
+                if groups is None:
+                    break
+                if groups:
+                    await self._update(groups)
+            await self._save()
+            self._member.state = "DRAINING"
+            self._member.account.enter("overhead")
+            await asyncio.Event().wait()  # ended by the run's end; the snapshots serve the last evaluation until then
+        finally:
+            await self._publisher.close()
 
     async def _start(self) -> None:
         """Load the model or the latest checkpoint, and publish the weights that the rollouts start with."""
@@ -78,8 +83,8 @@ class LearnerService:
             restore(checkpoint, trainer)
         return trainer
 
-    async def _lease(self) -> list[TrajectoryGroup]:
-        """The groups of the next update; empty when they were not there in a while."""
+    async def _lease(self) -> list[TrajectoryGroup] | None:
+        """The groups of the next update; empty when they were not there in a while, None when the run drains."""
         member, n_groups = self._member, self._config.prompts_per_step
         member.account.enter("groups")
         request = LeaseRequest(
@@ -90,7 +95,12 @@ class LearnerService:
             version=self._trainer.version,
             wait_ms=int(LONG_POLL_S * 1000),
         )
-        leased, columns = await member.request(request, Leased, wait_s=LONG_POLL_S)
+        try:
+            leased, columns = await member.request(request, Leased, wait_s=LONG_POLL_S)
+        except ProtocolError as refusal:
+            if refusal.code == "draining":
+                return None
+            raise
         return [
             TrajectoryGroup(lease.group_id, lease.lane, Prompt.from_wire(lease.prompt), lease.min_version, part)
             for lease, part in zip(leased.leases, part_groups(columns, len(leased.leases)), strict=True)
@@ -98,6 +108,9 @@ class LearnerService:
 
     async def _update(self, groups: list[TrajectoryGroup]) -> None:
         started = time.perf_counter()
+        if self._trainer.version == 0:
+            found = await self._compute(self._trainer.self_check, groups)
+            log.info("self-check passed", **found)
         metrics = await self._compute(self._trainer.step, groups)
         await self._publish()
         metrics |= self._publisher.figures | {"time/update_s": time.perf_counter() - started}

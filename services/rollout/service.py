@@ -27,7 +27,7 @@ class RolloutService:
 
     async def run(self) -> None:
         """Load the engine, take the current weights, then generate until cancelled."""
-        config, member = self._config, self._member
+        config = self._config
         engine = await asyncio.to_thread(
             EmbeddedEngine.load,
             config.model,
@@ -51,7 +51,7 @@ class RolloutService:
         self._follower = Follower(
             await member.locate("broadcaster"), member.instance, engine, self._config.weights, self._config.rollout.dtype
         )
-        await self._follower.follow_once()
+        await self._follower.first()
         member.state = "SERVING"
         actor = StageActor(
             member,

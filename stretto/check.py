@@ -1,0 +1,153 @@
+"""`stretto check`: everything that can be known of a run before it starts, without a GPU and without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.broker.dataset import Dataset, read_dataset
+from services.broker.prompts import first_prompts, total_steps
+from services.reward.signals import Function
+from shared.algorithms import load_algorithm
+from shared.config import RunConfig
+from shared.cores import available_cores, plan_cores
+from shared.errors import ConfigError, StrettoError
+from shared.graph import Stage, check_graph
+from stretto.launcher import instances
+
+MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the checks found. parameters: of the model, None where it is not a folder here."""
+
+    stages: list[Stage]
+    rows: int
+    heldout_rows: int
+    total_steps: int
+    parameters: int | None
+    context: int | None
+    first_prompt: str
+
+
+def check_run(config: RunConfig) -> Facts:
+    """Check a config against the files it names. Raises ConfigError with all faults at once, one a line."""
+    faults: list[str] = []
+
+    def attempt(check: Any, *args: Any) -> Any:
+        try:
+            return check(*args)
+        except StrettoError as error:
+            faults.append(str(error))
+            return None
+
+    stages = attempt(_stages, config)
+    train = attempt(_data, config, config.data.train, config.data.split)
+    heldout = attempt(_data, config, config.data.heldout, config.data.heldout_split) if config.data.heldout else None
+    model = attempt(_model, config)
+    attempt(plan_cores, config.cores, instances(config), available_cores())
+    prompt = first_prompts(train, 1)[0] if train is not None else None
+    for signal in config.reward.signals:
+        function = attempt(Function, signal)
+        if function is not None and prompt is not None:
+            attempt(function.check, prompt)
+    steps = total_steps(len(train), config.prompts_per_step, config.steps, config.epochs) if train is not None else 0
+    if train is not None and steps == 0:
+        faults.append(f"{config.data.train} has too few rows for one step of {config.prompts_per_step} prompts")
+    if faults:
+        raise ConfigError("\n  ".join(["the run cannot start:", *faults]) if len(faults) > 1 else faults[0])
+    assert prompt is not None and train is not None
+    parameters, context = model
+    return Facts(stages, len(train), len(heldout or ()), steps, parameters, context, prompt.text)
+
+
+def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
+    """Every value that follows from a config, as name and text."""
+    longest = config.sampling.max_tokens
+    lines = [
+        ("prompts per step", f"{config.prompts_per_step}"),
+        ("samples per step", f"{config.samples_per_step} ({config.samples_per_prompt} a prompt)"),
+        ("new tokens per step", f"at most {config.samples_per_step * longest} ({longest} a sample)"),
+        ("groups in flight", f"at most {config.in_flight_groups} (max_staleness {config.max_staleness})"),
+        ("training prompts", f"{facts.rows} in {config.data.train}"),
+        ("held-out prompts", f"{min(facts.heldout_rows, config.evaluation.prompts)} of {facts.heldout_rows}"),
+        ("first prompt", repr(facts.first_prompt)),
+        ("steps", f"{facts.total_steps}"),
+        ("epochs", f"{facts.total_steps * config.prompts_per_step / facts.rows:.2f}"),
+        ("evaluations", f"{2 + (facts.total_steps - 1) // config.evaluation.every if facts.heldout_rows else 0}"),
+        ("checkpoints", f"each {config.checkpoint.every} versions and the last; {config.checkpoint.keep_last} are kept"),
+    ]
+    lines += [(f"stage {s.name}", f"needs {_names(s.needs)}; provides {_names(s.provides)}") for s in facts.stages]
+    cores = plan_cores(config.cores, instances(config), available_cores())
+    lines += [(f"cores of {name}", ", ".join(map(str, own))) for name, own in cores.items()]
+    return lines + _memory(config, facts)
+
+
+def _names(columns: frozenset[str]) -> str:
+    return ", ".join(sorted(column for column in columns if not column.endswith("_offsets"))) or "nothing"
+
+
+def _memory(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
+    if facts.parameters is None:
+        return [("memory", f"unknown: {config.model} is not a folder on this host")]
+    size = {"float32": 4, "bfloat16": 2, "float16": 2}
+    snapshot = facts.parameters * size[config.rollout.dtype]
+    compute = 0 if config.rollout.dtype == config.learner.dtype else facts.parameters * size[config.learner.dtype]
+    learner = facts.parameters * (4 + 4 + 8) + compute  # master, its gradient, and AdamW's two moments
+    gradient = facts.parameters * size[config.learner.dtype]
+    return [
+        ("parameters", f"{facts.parameters / 1e6:.1f} M"),
+        ("memory of snapshots", f"{config.weights.slots} × {_mib(snapshot)} in shared memory, used in place"),
+        ("memory of the learner", f"{_mib(learner + gradient)} and activations"),
+        ("memory of a rollout", "the keys and values of its samples; the weights are the snapshot's"),
+    ]
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB"
+
+
+def _stages(config: RunConfig) -> list[Stage]:
+    algorithm = load_algorithm(config.algorithm)
+    algorithm.check(config)
+    return check_graph(algorithm.stages(config))
+
+
+def _data(config: RunConfig, source: str, split: str) -> Dataset:
+    return read_dataset(source, split=split, prompt_field=config.data.prompt_field)
+
+
+def _model(config: RunConfig) -> tuple[int | None, int | None]:
+    """Parameters and context of a model folder; nothing is known of a name on a hub."""
+    folder = Path(config.model)
+    if not folder.is_dir():
+        if folder.is_absolute() or config.model.startswith("."):
+            raise ConfigError(f"there is no model folder {folder}")
+        return None, None
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a Hugging Face model: it has no config.json")
+    words = Path(config.tokenizer) if config.tokenizer else folder
+    if words.is_dir() and not any((words / name).is_file() for name in MODEL_FILES):
+        raise ConfigError(f"the folder {words} has no tokenizer ({MODEL_FILES[0]}); give one with `tokenizer`")
+    settings = json.loads((folder / "config.json").read_text())
+    context = settings.get("max_position_embeddings")
+    if config.rollout.max_context is not None and context is not None and config.rollout.max_context > context:
+        raise ConfigError(f"rollout.max_context is {config.rollout.max_context}; {folder} was made for {context} tokens")
+    return sum(_tensor_sizes(file) for file in folder.glob("*.safetensors")), context
+
+
+def _tensor_sizes(file: Path) -> int:
+    """Number of values in a safetensors file, from its header: 8 bytes of length, then JSON."""
+    with file.open("rb") as raw:
+        header = json.loads(raw.read(int.from_bytes(raw.read(8), "little")))
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            count = 1
+            for n in tensor["shape"]:
+                count *= n
+            total += count
+    return total

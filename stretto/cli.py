@@ -1,0 +1,219 @@
+"""The command line. Errors that are meant for the user end as one sentence and a non-zero exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from shared.config import RunConfig, load_config
+from shared.errors import ConfigError, RunStopped, StrettoError
+from shared.version import __version__
+from stretto.models import MODELS, cache_folder, pull, resolve
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+models_app = typer.Typer(no_args_is_help=True, help="Small models by a short name.")
+app.add_typer(models_app, name="models")
+console = Console()
+
+Config = Annotated[Path, typer.Argument(help="the run's YAML file")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, e.g. learner.lr=1e-5")]
+RunFolder = Annotated[Path, typer.Argument(help="a run folder")]
+Broker = Annotated[str | None, typer.Option(help="address of the broker, e.g. tcp://10.0.0.1:7000")]
+LogFile = Annotated[Path | None, typer.Option(help="write the JSON log there instead of to stderr")]
+
+
+def main() -> None:
+    """Entry point of `stretto`."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    try:
+        app()
+    except StrettoError as error:
+        if debug:
+            raise
+        print(f"stretto: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+@app.callback()
+def _app() -> None:
+    """Asynchronous RL post-training of language models. Add --debug to any command to see tracebacks."""
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="go on from the run's latest checkpoint")] = False,
+    plain: Annotated[bool, typer.Option(help="one line a step, also on a terminal")] = False,
+) -> None:
+    """Run all services of a run on this host until it is done."""
+    from stretto.check import check_run
+    from stretto.train import train_locally
+
+    effective = _load(config, overrides)
+    check_run(effective)
+    asyncio.run(train_locally(effective, resume=resume, plain=plain or not console.is_terminal, console=console))
+
+
+@app.command()
+def check(config: Config, overrides: Overrides = None) -> None:
+    """Check a config without starting anything, and print every value that follows from it."""
+    from stretto.check import check_run, derived
+
+    effective = _load(config, overrides)
+    facts = check_run(effective)
+    for name, value in derived(effective, facts):
+        console.print(f"{name:28} {value}", markup=False, highlight=False, soft_wrap=True)
+    console.print("the config is fine", style="green")
+
+
+@app.command()
+def status(
+    run_folder: Annotated[Path | None, typer.Argument(help="a run folder")] = None,
+    broker: Broker = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the whole status as JSON")] = False,
+) -> None:
+    """Show how a run stands: from its broker while it goes, from its folder afterwards."""
+    from stretto.live import draw
+
+    found = asyncio.run(_status(run_folder, broker))
+    console.print_json(json.dumps(found)) if as_json else console.print(draw(found, []))
+
+
+@app.command()
+def samples(
+    run_folder: RunFolder,
+    step: Annotated[int | None, typer.Option(help="only of this version")] = None,
+    group: Annotated[str | None, typer.Option(help="only this group")] = None,
+    lane: Annotated[str, typer.Option(help="train or eval")] = "train",
+    last: Annotated[int, typer.Option(help="how many groups, the latest")] = 5,
+) -> None:
+    """Read prompts, answers, rewards and versions of a run."""
+    from stretto.samples import find_groups, show_group
+
+    for record in find_groups(run_folder, lane=lane, version=step, group=group, last=last):
+        show_group(console, record)
+
+
+@app.command()
+def report(run_folder: RunFolder) -> None:
+    """Make the report of a run again: figures and pictures in its folder."""
+    from stretto.report import make_report, show_report
+
+    show_report(console, make_report(run_folder))
+
+
+@app.command()
+def serve(
+    service: Annotated[str, typer.Argument(help="broker, broadcaster, rollout, reward or learner")],
+    broker: Broker = None,
+    instance: Annotated[str | None, typer.Option(help="name in the run; default: service and process id")] = None,
+    config: Annotated[Path | None, typer.Option(help="for the broker: the run's YAML file")] = None,
+    run_folder: Annotated[Path | None, typer.Option(help="for the broker: default is the config's")] = None,
+    resume: Annotated[bool, typer.Option(help="for the learner: go on from the latest checkpoint")] = False,
+    log_file: LogFile = None,
+) -> None:
+    """Run one service of a run. All but the broker need only the broker's address."""
+    from services.process import run_service
+
+    name = instance or (service if service == "broker" else f"{service}-{os.getpid()}")
+    if service == "broker":
+        if config is None:
+            raise ConfigError("serve broker needs --config: the broker is what knows the run's config")
+        work = _broker(_load(config, None), run_folder)
+    else:
+        address = broker or os.environ.get("STRETTO_BROKER")
+        if address is None:
+            raise ConfigError(f"serve {service} needs --broker (or STRETTO_BROKER): the broker's address")
+        work = _service(service)(address, name, **({"resume": resume} if service == "learner" else {}))
+    sys.exit(run_service(service, name, work, log_file))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    console.print(__version__, highlight=False)
+
+
+@models_app.command("pull")
+def models_pull(name: Annotated[str, typer.Argument(help=", ".join(MODELS))]) -> None:
+    """Make a model available under its short name."""
+    with console.status(f"pulling {name} …"):
+        folder = pull(name)
+    console.print(f"{name} is in {folder}", highlight=False, soft_wrap=True)
+
+
+@models_app.command("list")
+def models_list() -> None:
+    """The models that can be pulled, and which are here."""
+    for name in MODELS:
+        here = (cache_folder() / name / "config.json").is_file()
+        console.print(f"{name:16} {cache_folder() / name if here else 'not pulled'}", highlight=False, soft_wrap=True)
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    """The config with the model's short name resolved to its folder."""
+    config = load_config(path, overrides)
+    return config.model_copy(update={"model": resolve(config.model)})
+
+
+async def _broker(config: RunConfig, run_folder: Path | None) -> None:
+    from services.broker.server import serve as serve_broker
+
+    folder = run_folder or config.run_folder
+
+    def announce(address: str) -> None:
+        aside = folder / ".broker.json.partial"
+        aside.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+        aside.rename(folder / "broker.json")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    await serve_broker(config, folder, on_bound=announce)
+
+
+def _service(name: str) -> Any:
+    match name:
+        case "rollout":
+            from services.rollout import service as found
+        case "reward":
+            from services.reward import service as found  # type: ignore[no-redef]
+        case "learner":
+            from services.learner import service as found  # type: ignore[no-redef]
+        case "broadcaster":
+            from services.broadcaster import service as found  # type: ignore[no-redef]
+        case _:
+            raise ConfigError(f"there is no service {name!r}; there are broker, broadcaster, rollout, reward, learner")
+    return found.serve
+
+
+async def _status(run_folder: Path | None, broker: str | None) -> dict[str, Any]:
+    from protocol.channel import Client
+    from protocol.messages import Status, StatusRequest
+
+    if broker is None:
+        if run_folder is None:
+            raise ConfigError("status needs a run folder, or --broker with its address")
+        final = run_folder / "status.json"
+        if final.is_file():
+            found: dict[str, Any] = json.loads(final.read_text())
+            return found
+        try:
+            broker = json.loads((run_folder / "broker.json").read_text())["address"]
+        except OSError:
+            raise ConfigError(f"{run_folder} is not the folder of a run: it has neither status nor broker") from None
+    client = Client(broker)
+    try:
+        answer, _ = await client.request(StatusRequest(), Status, deadline_s=5.0)
+    finally:
+        await client.close()
+    return answer.status

@@ -1,0 +1,175 @@
+"""What a run looks like while it goes: a live view on a terminal, one line a step elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+BUCKET_COLOURS = {
+    "compute": "green",
+    "prompts": "yellow",
+    "rewards": "yellow",
+    "groups": "yellow",
+    "weights": "magenta",
+    "room": "blue",
+    "overhead": "bright_black",
+}
+
+
+class PlainView:
+    """One readable line a step, an evaluation and an event."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._version = 0
+        self._evaluations = 0
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, status: dict[str, Any]) -> None:
+        """Print what is new in a status."""
+        for result in status["evaluations"][self._evaluations :]:
+            self._print(evaluation_line(result))
+        self._evaluations = len(status["evaluations"])
+        for record in status["history"]:
+            if record["version"] > self._version:
+                self._print(step_line(record, status))
+                self._version = record["version"]
+
+    def event(self, sentence: str) -> None:
+        """Print a sentence."""
+        self._print(sentence)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveView:
+    """A panel that is drawn anew with each status."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, refresh_per_second=4, transient=False)
+        self._events: list[str] = []
+
+    def __enter__(self) -> LiveView:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
+
+    def update(self, status: dict[str, Any]) -> None:
+        """Draw a status."""
+        self._live.update(draw(status, self._events[-4:]))
+
+    def event(self, sentence: str) -> None:
+        """Show a sentence below the panel."""
+        self._events.append(sentence)
+
+
+def step_line(record: dict[str, Any], status: dict[str, Any]) -> str:
+    """One step in one line."""
+    parts = [
+        f"step {record['version']}/{status['steps']}",
+        f"reward {number(record.get('reward/mean'))}",
+        f"loss {number(record.get('loss'))}",
+        f"kl {number(record.get('kl'))}",
+        f"drift {number(record.get('drift/mean'))}",
+        f"staleness {number(record.get('staleness/mean'))} (max {number(record.get('staleness/max'))})",
+        f"groups trained {number(record.get('train/groups'))}",
+        f"{number(status['sequences_per_s'])} samples/s",
+        f"left {duration(status['eta_s'])}",
+    ]
+    return "  ".join(parts)
+
+
+def evaluation_line(result: dict[str, Any]) -> str:
+    """One evaluation in one line."""
+    return (
+        f"evaluation at version {result['version']}: accuracy {number(result['accuracy'])}, reward "
+        f"{number(result['reward'])} ({result['scored']} of {result['prompts']} prompts scored)"
+    )
+
+
+def draw(status: dict[str, Any], events: list[str]) -> RenderableType:
+    """The whole view."""
+    metrics = status["metrics"]
+    progress = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=max(status["steps"], 1), completed=status["version"], width=40)
+    progress.add_row(f"step {status['version']}/{status['steps']}", bar, f"{duration(status['eta_s'])} left", status["state"])
+    figures = Table.grid(padding=(0, 2))
+    figures.add_row("reward", number(metrics.get("reward/mean")), "loss", number(metrics.get("loss")))
+    figures.add_row("accuracy", accuracy(status), "KL", number(metrics.get("kl")))
+    figures.add_row(
+        "staleness",
+        f"{number(metrics.get('staleness/mean'))}, at most {number(metrics.get('staleness/max'))}",
+        "drift",
+        number(metrics.get("drift/mean")),
+    )
+    figures.add_row(
+        "samples/s", number(status["sequences_per_s"]), "tokens/s generated", number(status["tokens_per_s"])
+    )
+    parts: list[RenderableType] = [progress, figures, _groups(status), _services(status)]
+    parts.append(Text(f"pace: {status['bottleneck']}", style="bold"))
+    parts += [Text(sentence, style="red") for sentence in [*status["warnings"][-2:], *events]]
+    return Panel(Group(*parts), title=f"{status['name']}  {status['run_folder']}", border_style="cyan")
+
+
+def _groups(status: dict[str, Any]) -> Text:
+    """The account of groups, as a sum."""
+    account = status["groups"]["train"]
+    dropped = sum(account["dropped"].values())
+    queued = ", ".join(f"{n} for {stage}" for stage, n in account["queued"].items()) or "0"
+    leased = ", ".join(f"{n} at {stage}" for stage, n in account["leased"].items()) or "0"
+    return Text(
+        f"groups: {account['admitted']} admitted = {account['consumed']} consumed + {dropped} dropped + "
+        f"{account['dead']} dead + {account['in_flight']} in flight (queued {queued}; leased {leased})"
+    )
+
+
+def _services(status: dict[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="bright_black")
+    for title in ("service", "state", "busy", "where the time goes"):
+        table.add_column(title)
+    for service in status["services"]:
+        seconds = service["time"]
+        total = sum(seconds.values()) or 1.0
+        bar = Text()
+        for bucket, spent in seconds.items():
+            bar.append("█" * round(24 * spent / total), style=BUCKET_COLOURS.get(bucket, "white"))
+        shares = sorted(seconds.items(), key=lambda item: -item[1])[:3]
+        bar.append("  " + ", ".join(f"{bucket} {spent / total:.0%}" for bucket, spent in shares if spent))
+        table.add_row(service["instance"], service["state"], f"{seconds.get('compute', 0.0) / total:.0%}", bar)
+    return table
+
+
+def accuracy(status: dict[str, Any]) -> str:
+    """Held-out accuracy: the first and the latest."""
+    found = [result["accuracy"] for result in status["evaluations"] if result["accuracy"] is not None]
+    if not found:
+        return "-"
+    return number(found[0]) if len(found) == 1 else f"{number(found[0])} → {number(found[-1])}"
+
+
+def number(value: float | None) -> str:
+    """A figure with three digits."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as a person says them."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

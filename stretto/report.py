@@ -1,0 +1,139 @@
+"""The report of a run: report.json, report.md, curves.png and timeline.png in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shared.errors import DataError
+from stretto.live import duration, number
+from stretto.timeline import draw_timeline, overlap_ratio, read_spans
+
+
+def make_report(run_folder: Path) -> dict[str, Any]:
+    """Write the report of a run and return its figures. Raises DataError where the folder holds no finished step."""
+    try:
+        status = json.loads((run_folder / "status.json").read_text())
+        metrics, evaluations = _read(run_folder / "metrics.jsonl"), _read(run_folder / "evaluations.jsonl")
+    except OSError as error:
+        raise DataError(f"{run_folder} is not the folder of a run: {error.filename} is missing") from None
+    if not metrics:
+        raise DataError(f"no step was finished in {run_folder}: there is nothing to report")
+    spans = read_spans(run_folder)
+    figures = _figures(status, metrics, evaluations) | {"overlap_ratio": overlap_ratio(spans)}
+    (run_folder / "report.json").write_text(json.dumps(figures, indent=1))
+    _draw_curves(metrics, evaluations, run_folder / "curves.png")
+    draw_timeline(spans, run_folder / "timeline.png")
+    (run_folder / "report.md").write_text(_page(figures, evaluations))
+    return figures | {"folder": str(run_folder)}
+
+
+def _figures(
+    status: dict[str, Any], metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Figures of the whole run, those that are rates from its first to its last step."""
+    first, last = metrics[0], metrics[-1]
+    elapsed = last["time"] - first["time"]
+    samples = sum(record.get("train/samples", 0.0) for record in metrics[1:])
+    services = [*status["services"], *status["departed"]]
+    accuracies = [result["accuracy"] for result in evaluations]
+    return {
+        "name": status["name"],
+        "state": status["state"],
+        "stop_reason": status["stop_reason"],
+        "steps": status["version"],
+        "wall_s": last["time"] - status["started"],
+        "heldout_accuracy_before": accuracies[0] if accuracies else None,
+        "heldout_accuracy_after": accuracies[-1] if accuracies else None,
+        "heldout_accuracy": [[result["version"], result["accuracy"]] for result in evaluations],
+        "reward_first": first.get("reward/mean"),
+        "reward_last": last.get("reward/mean"),
+        "sequences_per_s": samples / elapsed if elapsed > 0 else None,
+        "step_s": elapsed / (len(metrics) - 1) if len(metrics) > 1 else None,
+        "staleness_mean": sum(r.get("staleness/mean") or 0.0 for r in metrics) / len(metrics),
+        "staleness_max": max(r.get("staleness/max") or 0.0 for r in metrics),
+        "drift_mean": sum(r.get("drift/mean") or 0.0 for r in metrics) / len(metrics),
+        "groups": status["groups"],
+        "bottleneck": status["bottleneck"],
+        "time": {service["instance"]: service["time"] for service in services},
+        "peak_memory_mib": {service["instance"]: service["figures"].get("memory/peak_mib") for service in services},
+    }
+
+
+def _draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    versions = [record["version"] for record in metrics]
+    rewards = [record.get("reward/mean") for record in metrics]
+    left.plot(versions, rewards, color="#e76f51", alpha=0.35, linewidth=1, label="each step")
+    left.plot(versions, _smooth(rewards), color="#e76f51", linewidth=2, label="mean of 10 steps")
+    left.set(title="reward of the samples that were trained on", xlabel="version")
+    left.legend(frameon=False)
+    points = [(r["version"], r["accuracy"]) for r in evaluations if r["accuracy"] is not None]
+    right.plot([v for v, _ in points], [a for _, a in points], color="#264653", marker="o", linewidth=2)
+    right.set(title="accuracy on held-out prompts", xlabel="version", ylim=(-0.02, 1.02))
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _smooth(values: list[float | None], width: int = 10) -> list[float | None]:
+    means: list[float | None] = []
+    for i in range(len(values)):
+        window = [v for v in values[max(0, i - width + 1) : i + 1] if v is not None]
+        means.append(sum(window) / len(window) if window else None)
+    return means
+
+
+def _page(figures: dict[str, Any], evaluations: list[dict[str, Any]]) -> str:
+    lines = [f"# {figures['name']}: {figures['state']}", "", f"{figures['stop_reason']}.", ""]
+    lines += ["| figure | value |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in summary(figures)]
+    lines += ["", "![reward and accuracy](curves.png)", "", "![timeline](timeline.png)", ""]
+    lines += ["| version | accuracy | reward | answered by versions |", "|---|---|---|---|"]
+    lines += [
+        f"| {r['version']} | {number(r['accuracy'])} | {number(r['reward'])} | "
+        f"{r['oldest_version']} to {r['newest_version']} |"
+        for r in evaluations
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def summary(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures that a person wants to see, as name and text."""
+    before, after = figures["heldout_accuracy_before"], figures["heldout_accuracy_after"]
+    overlap = figures["overlap_ratio"]
+    return [
+        ("steps", f"{figures['steps']} in {duration(figures['wall_s'])}"),
+        ("held-out accuracy", f"{number(before)} before, {number(after)} after"),
+        ("reward", f"{number(figures['reward_first'])} first, {number(figures['reward_last'])} last"),
+        ("samples a second", number(figures["sequences_per_s"])),
+        ("overlap", "-" if overlap is None else f"{overlap:.0%} of the learner's busy time a rollout generates"),
+        ("staleness", f"{number(figures['staleness_mean'])} versions, at most {number(figures['staleness_max'])}"),
+        ("drift", f"{number(figures['drift_mean'])} mean |learner − engine| log-prob"),
+        ("pace", figures["bottleneck"]),
+    ]
+
+
+def show_report(console: Console, figures: dict[str, Any]) -> None:
+    """Print the summary of a report and where it is."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in summary(figures):
+        table.add_row(name, value)
+    console.print(table)
+    console.print(f"report: {figures['folder']}/report.md", highlight=False, soft_wrap=True)
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    with file.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
