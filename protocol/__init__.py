@@ -1,0 +1,1 @@
+"""The wire: messages, codec, channels and events. SPEC.md describes it for other languages."""

@@ -58,6 +58,7 @@ class Heartbeat(Body):
     type = "heartbeat"
     instance: str
     state: Literal["STARTING", "STALE", "SERVING", "DRAINING", "DEAD"]
+    version: int = Field(-1, description="policy version of the weights that it holds, for a rollout")
     stats: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -88,10 +89,7 @@ class Located(Body):
 
 
 class LeaseRequest(Body):
-    """Ask for groups that are ready for a stage; waits until there are `min_groups` of them. Answered by Leased.
-
-    version: policy version that the asking service holds (the rollouts' weights, the learner's model).
-    """
+    """Ask for groups that are ready for a stage; waits until there are `min_groups` of them. Answered by Leased."""
 
     type = "lease"
     instance: str
@@ -99,7 +97,6 @@ class LeaseRequest(Body):
     max_groups: int = Field(gt=0)
     min_groups: int = Field(1, gt=0)
     max_samples: int | None = Field(None, gt=0, description="most samples of the groups together, for the rollouts")
-    version: int = 0
     wait_ms: int = Field(ge=0)
 
 

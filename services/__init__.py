@@ -1,0 +1,1 @@
+"""One folder a service, and what they share: membership, the stage actor, and the process around it."""

@@ -1,4 +1,4 @@
-"""The stage actor: lease groups → process → complete. Rollout, reward and every other stage but the learner run on it."""
+"""The stage actor: lease groups → process → complete. Every stage but the learner runs on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class StageActor:
     which the broker gives to somebody else.
     capacity: most groups at once; or most samples, where `samples` tells how many a group of each lane makes.
     idle_bucket: where the time goes while nothing is leased.
-    version: the policy version this service holds, told with each lease.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class StageActor:
         capacity: int,
         idle_bucket: Bucket,
         samples: dict[Lane, int] | None = None,
-        version: Callable[[], int] = lambda: 0,
     ) -> None:
         assert member.stage is not None
         self._member = member
@@ -44,7 +42,6 @@ class StageActor:
         self._process = process
         self._counts_samples = samples is not None
         self._size: dict[Lane, int] = samples or {"train": 1, "eval": 1}
-        self._version = version
         self._idle_bucket: Bucket = idle_bucket
         self._room = capacity
         self._running = 0
@@ -70,7 +67,6 @@ class StageActor:
             stage=self._stage,
             max_groups=self._room,
             max_samples=self._room if self._counts_samples else None,
-            version=self._version(),
             wait_ms=int(LONG_POLL_S * 1000),
         )
         leased, columns = await self._member.request(request, Leased, wait_s=LONG_POLL_S)

@@ -1,4 +1,4 @@
-"""A service's membership of a run: hello, heartbeats, events, and requests to the broker. Every service but the broker has one."""
+"""A service's membership of a run: hello, heartbeats, events, and requests to the broker."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Member:
     """One service in a run.
 
     config, run_folder, run_id, total_steps: from the broker's welcome. lineage, version: the newest that the broker told of.
-    state, figures: what the next heartbeat tells the broker. account: where this service's time goes.
+    state, holds_version, figures: what the next heartbeat tells the broker. account: where this service's time goes.
     """
 
     config: RunConfig
@@ -53,6 +53,7 @@ class Member:
         self.instance = instance
         self.stage = stage
         self.state: State = "STARTING"
+        self.holds_version = -1
         self.figures: dict[str, float] = {}
         self.account = TimeAccount()
         self.lineage = 0
@@ -113,13 +114,17 @@ class Member:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen(), name="events")
             while True:
+                self._beat_now.clear()
                 await self._beat_once()
                 try:
                     async with asyncio.timeout(self._heartbeat_s):
                         await self._beat_now.wait()
                 except TimeoutError:
                     pass
-                self._beat_now.clear()
+
+    def beat_soon(self) -> None:
+        """Have the next heartbeat sent at once, because it has news."""
+        self._beat_now.set()
 
     async def _beat_once(self) -> None:
         stats: dict[str, Any] = {
@@ -129,7 +134,7 @@ class Member:
         }
         try:
             pulse, _ = await self.request(
-                Heartbeat(instance=self.instance, state=self.state, stats=stats), Pulse
+                Heartbeat(instance=self.instance, state=self.state, version=self.holds_version, stats=stats), Pulse
             )
         except ProtocolError as error:
             if error.code != "not_member":

@@ -1,0 +1,1 @@
+"""What every part of Stretto builds on; imports nothing of the rest."""

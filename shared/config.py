@@ -1,4 +1,4 @@
-"""The run config: one YAML file, checked before anything starts. Only the broker reads it; services get it from the broker.
+"""The run config: one YAML file, checked before anything starts. Services get it from the broker.
 
 Sizes have one vocabulary: a step trains `prompts_per_step` groups of `samples_per_prompt` samples, in micro-batches of
 at most `learner.tokens_per_micro_batch` tokens.
@@ -30,7 +30,9 @@ class Section(BaseModel):
 class Data(Section):
     """Where prompts come from."""
 
-    train: str = Field(description="JSONL or Parquet file, or path of a Hugging Face dataset, with the training prompts")
+    train: str = Field(
+        description="JSONL or Parquet file, or path of a Hugging Face dataset, with the training prompts"
+    )
     heldout: str | None = Field(None, description="the same for the prompts of evaluations")
     split: str = Field("train", description="split to read, where the path is a Hugging Face dataset")
     heldout_split: str = Field("test", description="the same for `heldout`")
@@ -66,7 +68,9 @@ class Rollout(Section):
     engine: Literal["embedded"] = Field("embedded", description="inference engine")
     dtype: Dtype = Field("bfloat16", description="dtype of the weights that generate, and of the snapshots")
     max_samples: Positive = Field(64, description="samples decoded at once")
-    max_context: int | None = Field(None, gt=0, description="most tokens of prompt and sample; default: the model's own")
+    max_context: int | None = Field(
+        None, gt=0, description="most tokens of prompt and sample; default: the model's own"
+    )
 
 
 class Signal(Section):

@@ -56,9 +56,7 @@ def _service(instance: str) -> str:
     return instance.rpartition("-")[0] or instance
 
 
-def _as_told(
-    setting: dict[str, tuple[int, ...]], instances: list[str], cores: list[int]
-) -> dict[str, tuple[int, ...]]:
+def _as_told(setting: dict[str, tuple[int, ...]], instances: list[str], cores: list[int]) -> dict[str, tuple[int, ...]]:
     plan: dict[str, tuple[int, ...]] = {}
     for name, wanted in setting.items():
         missing = sorted(set(wanted) - set(cores))

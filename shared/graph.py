@@ -24,13 +24,33 @@ ROLLOUT = Stage(
     "rollout",
     needs=frozenset(),
     provides=frozenset(
-        "prompt_tokens tokens tokens_offsets loss_mask behavior_logprobs versions versions_offsets finish_reasons "
-        "text text_offsets".split()
+        [
+            "prompt_tokens",
+            "tokens",
+            "tokens_offsets",
+            "loss_mask",
+            "behavior_logprobs",
+            "versions",
+            "versions_offsets",
+            "finish_reasons",
+            "text",
+            "text_offsets",
+        ]
     ),
 )
 LEARNER_NEEDS = frozenset(
-    "prompt_tokens tokens tokens_offsets loss_mask behavior_logprobs versions versions_offsets finish_reasons "
-    "rewards reward_status".split()
+    [
+        "prompt_tokens",
+        "tokens",
+        "tokens_offsets",
+        "loss_mask",
+        "behavior_logprobs",
+        "versions",
+        "versions_offsets",
+        "finish_reasons",
+        "rewards",
+        "reward_status",
+    ]
 )
 
 
@@ -39,7 +59,11 @@ def reward_stage(signals: Iterable[str]) -> Stage:
     provides = {"rewards", "reward_status", "reward_reasons", "reward_reasons_offsets"}
     for signal in signals:
         provides |= {f"signal/{signal}", f"signal_status/{signal}"}
-    return Stage("reward", needs=frozenset({"text", "text_offsets", "tokens_offsets", "finish_reasons"}), provides=frozenset(provides))
+    return Stage(
+        "reward",
+        needs=frozenset({"text", "text_offsets", "tokens_offsets", "finish_reasons"}),
+        provides=frozenset(provides),
+    )
 
 
 def check_graph(stages: Iterable[Stage]) -> list[Stage]:

@@ -1,4 +1,4 @@
-"""A trajectory group: the n samples of one prompt, with the columns that stages add to it. Everything that moves is one.
+"""A trajectory group: the n samples of one prompt, with the columns that stages add. Everything that moves is one.
 
 A column is a numpy array with a name. Ragged columns (one run of values a sample) are stored flat, with a second
 column `<name>_offsets` of cumulative lengths. No stage rewrites a column of another.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -116,11 +117,14 @@ class TrajectoryGroup:
 
 def offsets_name(column: str) -> str:
     """Name of the column that holds the cumulative lengths of a ragged column: `<column>_offsets`, except that
-    columns with one value a token share the offsets of `tokens`."""
+    columns with one value a token share the offsets of `tokens`.
+    """
     return "tokens_offsets" if column in TOKEN_COLUMNS else f"{column}_offsets"
 
 
-TOKEN_COLUMNS = frozenset({"tokens", "loss_mask", "behavior_logprobs", "ref_logprobs", "values", "advantages", "returns"})
+TOKEN_COLUMNS = frozenset(
+    {"tokens", "loss_mask", "behavior_logprobs", "ref_logprobs", "values", "advantages", "returns"}
+)
 
 
 def ragged(name: str, parts: Sequence[np.ndarray | Sequence[Any]], dtype: str) -> Columns:
@@ -134,7 +138,7 @@ def ragged(name: str, parts: Sequence[np.ndarray | Sequence[Any]], dtype: str) -
 
 def split_ragged(flat: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
     """One view a sample on a flat column."""
-    return [flat[start:end] for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [flat[start:end] for start, end in pairwise(offsets)]
 
 
 def ragged_text(name: str, texts: Sequence[str]) -> Columns:

@@ -1,7 +1,7 @@
 """Snapshots of the policy's weights in shared memory: a ring of flat slots, laid out by parameter.
 
-The learner writes a slot; engines on the same host use its tensors in place. A slot carries (lineage, version, state) in
-the file's header, so that a reader can see, without asking anybody, that its slot was taken away.
+The learner writes a slot; engines on the same host use its tensors in place. A slot carries (lineage, version, state)
+in the file's header, so that a reader can see, without asking anybody, that its slot was taken away.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Manifest:
         """The inverse of `to_wire`. Raises ProtocolError where the map is not a manifest."""
         try:
             tensors = {
-                str(name): (str(dtype), tuple(int(n) for n in shape), int(at)) for name, dtype, shape, at in wire["tensors"]
+                str(name): (str(dtype), tuple(int(n) for n in shape), int(at))
+                for name, dtype, shape, at in wire["tensors"]
             }
             size_bytes, bucket_bytes = int(wire["size_bytes"]), int(wire["bucket_bytes"])
             checksums = [int(c) for c in wire["checksums"]]

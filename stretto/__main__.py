@@ -1,6 +1,4 @@
-"""`python -m stretto`: the command line."""
-
-from __future__ import annotations
+"""`python -m stretto`."""
 
 from stretto.cli import main
 

@@ -78,7 +78,10 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
         ("steps", f"{facts.total_steps}"),
         ("epochs", f"{facts.total_steps * config.prompts_per_step / facts.rows:.2f}"),
         ("evaluations", f"{2 + (facts.total_steps - 1) // config.evaluation.every if facts.heldout_rows else 0}"),
-        ("checkpoints", f"each {config.checkpoint.every} versions and the last; {config.checkpoint.keep_last} are kept"),
+        (
+            "checkpoints",
+            f"each {config.checkpoint.every} versions and the last; {config.checkpoint.keep_last} are kept",
+        ),
     ]
     lines += [(f"stage {s.name}", f"needs {_names(s.needs)}; provides {_names(s.provides)}") for s in facts.stages]
     cores = plan_cores(config.cores, instances(config), available_cores())
@@ -135,7 +138,9 @@ def _model(config: RunConfig) -> tuple[int | None, int | None]:
     settings = json.loads((folder / "config.json").read_text())
     context = settings.get("max_position_embeddings")
     if config.rollout.max_context is not None and context is not None and config.rollout.max_context > context:
-        raise ConfigError(f"rollout.max_context is {config.rollout.max_context}; {folder} was made for {context} tokens")
+        raise ConfigError(
+            f"rollout.max_context is {config.rollout.max_context}; {folder} was made for {context} tokens"
+        )
     return sum(_tensor_sizes(file) for file in folder.glob("*.safetensors")), context
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ import typer
 from rich.console import Console
 
 from shared.config import RunConfig, load_config
-from shared.errors import ConfigError, RunStopped, StrettoError
+from shared.errors import ConfigError, StrettoError
 from shared.version import __version__
 from stretto.models import MODELS, cache_folder, pull, resolve
 

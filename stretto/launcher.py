@@ -1,4 +1,4 @@
-"""Runs all services of a run on this host: starts them on their cores, restarts what falls over, and leaves nothing behind.
+"""Runs all services of a run on this host: on their cores, started again when they fall, leaving nothing behind.
 
 The command line and, later, the Python front door use `LocalRun`; it prints nothing.
 """
@@ -206,7 +206,9 @@ class LocalRun:
                 raise kind(self._words(broker) or f"the broker ended with exit code {exit_code}")
             if time.monotonic() > end:
                 await self.kill()
-                raise StrettoError(f"the broker did not start within {START_S:.0f} s; see {self.folder}/logs/broker.jsonl")
+                raise StrettoError(
+                    f"the broker did not start within {START_S:.0f} s; see {self.folder}/logs/broker.jsonl"
+                )
         address: str = json.loads(file.read_text())["address"]
         return address
 

@@ -106,7 +106,9 @@ def draw(status: dict[str, Any], events: list[str]) -> RenderableType:
     metrics = status["metrics"]
     progress = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=max(status["steps"], 1), completed=status["version"], width=40)
-    progress.add_row(f"step {status['version']}/{status['steps']}", bar, f"{duration(status['eta_s'])} left", status["state"])
+    progress.add_row(
+        f"step {status['version']}/{status['steps']}", bar, f"{duration(status['eta_s'])} left", status["state"]
+    )
     figures = Table.grid(padding=(0, 2))
     figures.add_row("reward", number(metrics.get("reward/mean")), "loss", number(metrics.get("loss")))
     figures.add_row("accuracy", accuracy(status), "KL", number(metrics.get("kl")))

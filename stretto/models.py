@@ -1,4 +1,4 @@
-"""Small models by a short name: `smollm2-135m`, a real one from a Python package, and `tiny`, a random one for tests."""
+"""Small models by a short name: `smollm2-135m`, a real one from a Python package, and a random `tiny` one for tests."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def _smollm2(folder: Path) -> None:
         settings = dequantised.config.to_dict()
         settings.pop("quantization_config", None)
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        model = LlamaForCausalLM(LlamaConfig(**settings | {"eos_token_id": end, "pad_token_id": end, "dtype": "bfloat16"}))
+        model = LlamaForCausalLM(
+            LlamaConfig(**settings | {"eos_token_id": end, "pad_token_id": end, "dtype": "bfloat16"})
+        )
         model.load_state_dict(dequantised.state_dict())
         model.bfloat16().save_pretrained(folder)
         tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|im_end|>"

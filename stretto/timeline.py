@@ -85,7 +85,9 @@ def draw_timeline(spans: dict[str, list[Span]], path: Path, *, window_s: float =
     pyplot.close(figure)
 
 
-def _draw_rows(axes: Any, rows: list[str], spans: dict[str, list[Span]], left: float, right: float, zero: float) -> None:
+def _draw_rows(
+    axes: Any, rows: list[str], spans: dict[str, list[Span]], left: float, right: float, zero: float
+) -> None:
     for y, name in enumerate(reversed(rows)):
         service = name.rpartition("-")[0] or name
         bars = [(max(a, left) - zero, min(b, right) - max(a, left)) for a, b in spans[name] if b > left and a < right]

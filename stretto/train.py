@@ -91,5 +91,3 @@ class _Interrupts:
         """Back to the default handling."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
-
-

@@ -1,0 +1,1 @@
+"""Tells who may write and who should read which snapshot of the weights."""

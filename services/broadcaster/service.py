@@ -1,4 +1,4 @@
-"""The broadcaster: tells the learner which slot to write and the rollouts which snapshot to read. Holds no weights itself."""
+"""The broadcaster: tells the learner which slot to write and the rollouts which snapshot to read. It holds no weights."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The queue: groups, leases, the staleness gate, and the prompts."""

@@ -1,49 +1,24 @@
 """The ledger: which groups exist, who works on them, and what may be admitted. A pure state machine.
 
-No sockets, files or clock: time (`now`, seconds) comes in as an argument, and what happened goes out as events. The
+No sockets, files or clock: time (`now`, seconds) comes in as an argument, and what happened goes out as outcomes. The
 server calls it; every change of state passes through `admit`, `lease`, `complete`, `fail`, `release`, `expire`,
 `commit` and `resume`.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shared.config import RunConfig
+from services.broker.gate import Gate, Policy
+from services.broker.outcomes import Dead, Dropped, Evaluated, Outcome, Returned, SystematicFault
 from shared.errors import ProtocolError
 from shared.graph import Stage
 from shared.group import Columns, Lane, Prompt, TrajectoryGroup
 
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The numbers that the ledger decides by; see the fields of the same names in shared/config.py."""
-
-    prompts_per_step: int
-    total_steps: int
-    max_staleness: int
-    on_stale: str
-    max_attempts: int
-    dead_letter_limit: int
-    max_in_flight_groups: int
-    lease_s: float
-
-    @classmethod
-    def of(cls, config: RunConfig, total_steps: int) -> Policy:
-        """The policy of a run."""
-        return cls(
-            prompts_per_step=config.prompts_per_step,
-            total_steps=total_steps,
-            max_staleness=config.max_staleness,
-            on_stale=config.on_stale,
-            max_attempts=config.broker.max_attempts,
-            dead_letter_limit=config.broker.dead_letter_limit,
-            max_in_flight_groups=config.broker.max_in_flight_groups,
-            lease_s=config.broker.lease_s,
-        )
+MAX_ERROR_CHARACTERS = 2000
+"""An error text is cut to this length: dead letters are kept in memory and travel in the status."""
 
 
 @dataclass(slots=True)
@@ -81,53 +56,6 @@ class Grant:
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """A group became a dead letter."""
-
-    group: TrajectoryGroup
-    stage: str
-    errors: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A group left without being trained; its prompt goes back to the source."""
-
-    group: TrajectoryGroup
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """An evaluation group has all its columns."""
-
-    group: TrajectoryGroup
-    scheduled: int
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """A lease was lost and the group went back to its queue."""
-
-    group_id: str
-    stage: str
-    holder: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SystematicFault:
-    """So many groups died in a row at one stage that the run must stop."""
-
-    stage: str
-    deaths: int
-    last_error: str
-
-
-Event = Dead | Dropped | Evaluated | Returned | SystematicFault
-
-
 class Ledger:
     """All groups of a run. version: updates that were committed; lineage: how often the run was rewound."""
 
@@ -142,22 +70,15 @@ class Ledger:
         self._queues: dict[str, dict[str, Entry]] = {name: {} for name in self._stages}
         self._leases: dict[str, tuple[str, str]] = {}
         self._next_number = 0
-        self._next_slot = 0
-        self._free_slots: list[int] = []
+        self._gate = Gate(policy)
         self._deaths_in_row: Counter[str] = Counter()
         self._counts: dict[Lane, Counter[str]] = {"train": Counter(), "eval": Counter()}
 
     # Admission
 
     def room(self) -> int:
-        """How many training groups the gate admits now.
-
-        At most (version + max_staleness + 1) · prompts_per_step are ever admitted, dropped and dead ones not counted,
-        never more than the run will train, and never more in flight than memory is meant for.
-        """
-        steps = min(self.version + self.policy.max_staleness + 1, self.policy.total_steps)
-        open_slots = steps * self.policy.prompts_per_step - self._next_slot + len(self._free_slots)
-        return max(0, min(open_slots, self.policy.max_in_flight_groups - len(self._entries)))
+        """How many training groups the gate admits now."""
+        return self._gate.room(self.version, len(self._entries))
 
     def admit(self, lane: Lane, prompt: Prompt) -> TrajectoryGroup:
         """A new group for a prompt. The caller has made sure that there is `room` for a training group."""
@@ -165,20 +86,13 @@ class Ledger:
         self._next_number += 1
         slot, min_version = -1, self.version
         if lane == "train":
-            slot = self._take_slot()
-            trained_at = max(slot // self.policy.prompts_per_step, self.version)
-            min_version = max(0, trained_at - self.policy.max_staleness)
+            slot = self._gate.take()
+            min_version = self._gate.min_version(slot, self.version)
         group = TrajectoryGroup(f"g{number:08d}", lane, prompt, min_version)
         self._entries[group.group_id] = entry = Entry(group, number, slot, self.version)
         self._counts[lane]["admitted"] += 1
         self._open_stages(entry)
         return group
-
-    def _take_slot(self) -> int:
-        if self._free_slots:
-            return heapq.heappop(self._free_slots)
-        self._next_slot += 1
-        return self._next_slot - 1
 
     # Leases
 
@@ -193,17 +107,17 @@ class Ledger:
         version: int = 0,
         max_samples: int | None = None,
         samples: dict[Lane, int] | None = None,
-    ) -> tuple[list[Grant], list[Event]]:
+    ) -> tuple[list[Grant], list[Outcome]]:
         """Lease up to `max_groups` groups that are ready for a stage; none where there are less than `min_groups`.
 
-        version: what the holder's weights are. max_samples bounds the samples of all, with `samples` a group's in each
+        version: of the weights that a rollout holds. max_samples bounds the samples of all, with `samples` a group's in each
         lane. Oldest admitted first; the learner gets the oldest policy versions first.
         """
         if stage == self._last.name:
-            chosen, events = self._batch(version, min_groups, max_groups)
+            chosen, outcomes = self._batch(min_groups, max_groups)
         else:
-            chosen, events = self._oldest(stage, version, max_groups, max_samples, samples), []
-        return [self._grant(entry, stage, holder, now) for entry in chosen], events
+            chosen, outcomes = self._oldest(stage, version, max_groups, max_samples, samples), []
+        return [self._grant(entry, stage, holder, now) for entry in chosen], outcomes
 
     def _oldest(
         self, stage: str, version: int, max_groups: int, max_samples: int | None, samples: dict[Lane, int] | None
@@ -228,25 +142,25 @@ class Ledger:
         late = entry.scheduled < self.version or entry.scheduled == 0
         return (0 if evaluation and late else 2 if evaluation else 1, entry.number)
 
-    def _batch(self, version: int, min_groups: int, max_groups: int) -> tuple[list[Entry], list[Event]]:
-        """Groups for one update of the policy `version`, oldest policy versions first."""
-        events: list[Event] = []
+    def _batch(self, min_groups: int, max_groups: int) -> tuple[list[Entry], list[Outcome]]:
+        """Groups for the next update, oldest policy versions first."""
+        outcomes: list[Outcome] = []
         ready = list(self._queues[self._last.name].values())
         if self.policy.on_stale == "drop":
-            stale = [e for e in ready if version - e.group.oldest_version() > self.policy.max_staleness]
-            events += [self._drop(entry, "stale") for entry in stale]
+            stale = [e for e in ready if self.version - e.group.oldest_version() > self.policy.max_staleness]
+            outcomes += [self._drop(entry, "stale") for entry in stale]
             ready = [entry for entry in ready if entry not in stale]
         ready.sort(key=lambda entry: (entry.group.oldest_version(), entry.number))
         chosen = ready[:max_groups]
-        if len(ready) < min_groups or (self.policy.on_stale == "wait" and self._must_wait(version, chosen)):
-            return [], events
-        return chosen, events
+        if len(ready) < min_groups or (self.policy.on_stale == "wait" and self._must_wait(chosen)):
+            return [], outcomes
+        return chosen, outcomes
 
-    def _must_wait(self, version: int, chosen: list[Entry]) -> bool:
+    def _must_wait(self, chosen: list[Entry]) -> bool:
         """Whether a group that is not chosen could be too stale for the next update."""
         numbers = {entry.number for entry in chosen}
         return any(
-            version + 1 - entry.group.oldest_version() > self.policy.max_staleness
+            self.version + 1 - entry.group.oldest_version() > self.policy.max_staleness
             for entry in self._entries.values()
             if entry.group.lane == "train" and entry.number not in numbers
         )
@@ -268,7 +182,7 @@ class Ledger:
 
     # Outcomes
 
-    def complete(self, group_id: str, stage: str, columns: Columns) -> list[Event]:
+    def complete(self, group_id: str, stage: str, columns: Columns) -> list[Outcome]:
         """Add the columns of a stage; the first completion of a group at a stage wins, whatever its attempt.
 
         Raises ProtocolError `unknown_lease` where the stage is done or the group is gone, `bad_column` where the
@@ -289,14 +203,14 @@ class Ledger:
             return [Evaluated(entry.group, entry.scheduled)]
         return []
 
-    def fail(self, group_id: str, stage: str, lease_id: str, error: str, *, retry: bool) -> list[Event]:
+    def fail(self, group_id: str, stage: str, lease_id: str, error: str, *, retry: bool) -> list[Outcome]:
         """A stage could not process a group. A report about a lease that is over changes nothing."""
         entry, work = self._open_work(group_id, stage)
         if work.lease_id != lease_id:
             return []
         return self._failed(entry, stage, work, error, retry=retry)
 
-    def expire(self, now: float) -> list[Event]:
+    def expire(self, now: float) -> list[Outcome]:
         """Take back all leases whose deadline has passed."""
         over = [
             (group_id, stage)
@@ -305,23 +219,23 @@ class Ledger:
         ]
         return self._take_back(over, f"no sign of life for {self.policy.lease_s:g} s")
 
-    def release(self, holder: str, reason: str) -> list[Event]:
+    def release(self, holder: str, reason: str) -> list[Outcome]:
         """Take back all leases of a holder that is gone."""
         held = [(g, stage) for g, stage in self._leases.values() if self._entries[g].work[stage].holder == holder]
         return self._take_back(held, reason)
 
-    def _take_back(self, leases: list[tuple[str, str]], reason: str) -> list[Event]:
-        events: list[Event] = []
+    def _take_back(self, leases: list[tuple[str, str]], reason: str) -> list[Outcome]:
+        outcomes: list[Outcome] = []
         for group_id, stage in leases:
             entry = self._entries.get(group_id)
             if entry is None or stage not in entry.work:
                 continue  # the group died at another stage just now
             work = entry.work[stage]
-            events.append(Returned(group_id, stage, work.holder, reason))
-            events += self._failed(entry, stage, work, f"{work.holder}: {reason}", retry=True)
-        return events
+            outcomes.append(Returned(group_id, stage, work.holder, reason))
+            outcomes += self._failed(entry, stage, work, f"{work.holder}: {reason}", retry=True)
+        return outcomes
 
-    def _failed(self, entry: Entry, stage: str, work: Work, error: str, *, retry: bool) -> list[Event]:
+    def _failed(self, entry: Entry, stage: str, work: Work, error: str, *, retry: bool) -> list[Outcome]:
         work.errors.append(error)
         if work.lease_id is not None:
             del self._leases[work.lease_id]
@@ -334,10 +248,10 @@ class Ledger:
             return []
         self._remove(entry, "dead")
         self._deaths_in_row[stage] += 1
-        events: list[Event] = [Dead(entry.group, stage, tuple(work.errors))]
+        outcomes: list[Outcome] = [Dead(entry.group, stage, tuple(work.errors))]
         if self._deaths_in_row[stage] >= self.policy.dead_letter_limit:
-            events.append(SystematicFault(stage, self._deaths_in_row[stage], error))
-        return events
+            outcomes.append(SystematicFault(stage, self._deaths_in_row[stage], error))
+        return outcomes
 
     def _drop(self, entry: Entry, reason: str) -> Dropped:
         self._remove(entry, f"dropped: {reason}")
@@ -402,7 +316,7 @@ class Ledger:
         del self._entries[entry.group.group_id]
         self._counts[entry.group.lane][account] += 1
         if entry.group.lane == "train":
-            heapq.heappush(self._free_slots, entry.slot)
+            self._gate.give_back(entry.slot)
 
     def accounts(self) -> dict[str, dict[str, int | dict[str, int]]]:
         """Groups by lane: admitted, consumed, dropped (by reason), dead, queued and leased (by stage)."""

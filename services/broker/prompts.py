@@ -1,4 +1,4 @@
-"""The prompt source: which row comes next. Deterministic by seed and epoch, whoever asks and however often it restarts."""
+"""The prompt source: which row comes next. Deterministic by seed and epoch, whoever asks."""
 
 from __future__ import annotations
 

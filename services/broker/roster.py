@@ -17,6 +17,7 @@ class Listed:
     hello: Hello
     last_seen: float
     state: str = "STARTING"
+    version: int = -1
     seconds: dict[str, float] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -37,12 +38,16 @@ class Roster:
         self._members[hello.instance] = Listed(hello, now)
         self._departed.pop(hello.instance, None)
 
-    def beat(self, instance: str, state: str, stats: dict[str, Any], now: float) -> None:
+    def beat(self, instance: str, state: str, version: int, stats: dict[str, Any], now: float) -> None:
         """An instance gave a sign of life, with its figures."""
         member = self._members[instance]
-        member.last_seen, member.state = now, state
+        member.last_seen, member.state, member.version = now, state, version
         member.seconds = {str(k): float(v) for k, v in stats.get("time", {}).items()}
         member.figures = {str(k): float(v) for k, v in stats.get("figures", {}).items()}
+
+    def version(self, instance: str) -> int:
+        """The policy version of the weights that an instance holds; -1 where it holds none."""
+        return self._members[instance].version
 
     def leave(self, instance: str) -> None:
         """An instance is gone; what it last reported is kept."""

@@ -15,7 +15,8 @@ FILES = ("metrics", "samples", "spans", "evaluations", "dead_letters")
 
 class RunLog:
     """The files of a run folder: metrics.jsonl (a line a version), samples.jsonl (a line a consumed or evaluated
-    group), spans.jsonl (a line a span of a service's time), evaluations.jsonl, dead_letters.jsonl, status.json."""
+    group), spans.jsonl (a line a span of a service's time), evaluations.jsonl, dead_letters.jsonl, status.json.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +32,9 @@ class RunLog:
     def group(self, group: TrajectoryGroup, version: int) -> None:
         """Append a group that was consumed by `version`, or evaluated."""
         columns = group.columns
-        signals = {name.removeprefix("signal/"): v.tolist() for name, v in columns.items() if name.startswith("signal/")}
+        signals = {
+            name.removeprefix("signal/"): v.tolist() for name, v in columns.items() if name.startswith("signal/")
+        }
         self.write(
             "samples",
             group=group.group_id,

@@ -1,4 +1,4 @@
-"""The broker's server: carries requests to the ledger and its events to the run folder; keeps membership and deadlines."""
+"""The broker's server: carries requests to the ledger, and its events to the run folder; keeps deadlines."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ from protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from services.broker import ledger as ledgers
+from services.broker import outcomes
 from services.broker.columns import check_columns
 from services.broker.dataset import read_dataset
 from services.broker.evaluation import Evaluations
-from services.broker.ledger import Ledger, Policy
+from services.broker.gate import Policy
+from services.broker.ledger import Grant, Ledger
 from services.broker.prompts import PromptSource, first_prompts, total_steps
 from services.broker.roster import Roster
 from services.broker.runlog import RunLog
@@ -137,7 +138,7 @@ class Broker:
         """The answer to a request."""
         match message.body:
             case Heartbeat() as beat:
-                return self._beat(beat)
+                return await self._beat(beat)
             case LeaseRequest() as request:
                 return await self._lease(request)
             case Complete() as done:
@@ -191,16 +192,17 @@ class Broker:
             events_address=self._events.address,
         )
 
-    def _beat(self, beat: Heartbeat) -> Pulse:
+    async def _beat(self, beat: Heartbeat) -> Pulse:
         now = time.monotonic()
         self._require_member(beat.instance)
         try:
-            self._roster.beat(beat.instance, beat.state, beat.stats, now)
+            self._roster.beat(beat.instance, beat.state, beat.version, beat.stats, now)
             for start, end, bucket in beat.stats.get("spans", []):
                 self._runlog.write("spans", instance=beat.instance, start=start, end=end, bucket=bucket)
         except (TypeError, ValueError, AttributeError) as error:
             raise ProtocolError("bad_header", f"stats of {beat.instance}: {error}") from None
         self._ledger.extend(beat.instance, now)
+        await self._notify()
         return Pulse(
             lineage=self._ledger.lineage,
             version=self._ledger.version,
@@ -210,14 +212,15 @@ class Broker:
         )
 
     async def _locate(self, locate: Locate) -> Located:
-        found = lambda: self._roster.address(locate.service)
-        await self._until(lambda: found() is not None, locate.wait_ms)
-        return Located(address=found())
+        await self._until(lambda: self._roster.address(locate.service) is not None, locate.wait_ms)
+        return Located(address=self._roster.address(locate.service))
 
     async def _lease(self, request: LeaseRequest) -> Reply:
         if request.stage not in self._stages:
-            raise ProtocolError("bad_header", f"there is no stage {request.stage!r}; there are {', '.join(self._stages)}")
-        grants: list[ledgers.Grant] = []
+            raise ProtocolError(
+                "bad_header", f"there is no stage {request.stage!r}; there are {', '.join(self._stages)}"
+            )
+        grants: list[Grant] = []
 
         def granted() -> bool:
             self._require_member(request.instance)
@@ -244,7 +247,7 @@ class Broker:
         columns = [{name: grant.entry.group.columns[name] for name in needs} for grant in grants]
         return Leased(leases=leases), join_groups(columns)
 
-    def _try_lease(self, request: LeaseRequest) -> list[ledgers.Grant]:
+    def _try_lease(self, request: LeaseRequest) -> list[Grant]:
         max_groups = request.max_groups
         if not self._stages[request.stage].needs:
             max_groups = min(max_groups, self._admit(request))
@@ -254,7 +257,7 @@ class Broker:
             time.monotonic(),
             max_groups=max(1, max_groups),
             min_groups=request.min_groups,
-            version=request.version,
+            version=self._roster.version(request.instance),
             max_samples=request.max_samples,
             samples=self._samples,
         )
@@ -309,9 +312,7 @@ class Broker:
     async def _status(self, request: StatusRequest) -> Status:
         if request.wait_version is not None:
             version = request.wait_version
-            await self._until(
-                lambda: self._ledger.version >= version or self.stop_reason is not None, request.wait_ms
-            )
+            await self._until(lambda: self._ledger.version >= version or self.stop_reason is not None, request.wait_ms)
         return Status(status=self.status())
 
     async def _drain(self, reason: str) -> Ok:
@@ -335,34 +336,41 @@ class Broker:
 
     # What follows from events
 
-    async def _apply(self, events: list[ledgers.Event]) -> Ok:
+    async def _apply(self, events: list[outcomes.Outcome]) -> Ok:
         self._take(events)
         self._end_if_done()
         await self._notify()
         return Ok()
 
-    def _take(self, events: list[ledgers.Event]) -> None:
+    def _take(self, events: list[outcomes.Outcome]) -> None:
         """Write down what happened in the ledger, and do what follows from it."""
         for event in events:
             match event:
-                case ledgers.Evaluated(group, scheduled):
+                case outcomes.Evaluated(group, scheduled):
                     self._runlog.group(group, scheduled)
                     self._take_result(self._evaluations.add(group, scheduled))
-                case ledgers.Dropped(group, reason):
+                case outcomes.Dropped(group, reason):
                     self._source.give_back(group.prompt)
                     log.info("dropped", group=group.group_id, reason=reason)
-                case ledgers.Dead(group, stage, errors):
-                    letter = {"group_id": group.group_id, "stage": stage, "row": group.prompt.row, "errors": list(errors)}
+                case outcomes.Dead(group, stage, errors):
+                    letter = {
+                        "group_id": group.group_id,
+                        "stage": stage,
+                        "row": group.prompt.row,
+                        "errors": list(errors),
+                    }
                     self._dead_letters.append(letter)
                     self._runlog.write("dead_letters", prompt=group.prompt.text, **letter)
                     log.error("dead letter", **letter)
                     if group.lane == "eval":
                         self._take_result(self._evaluations.lose(group.min_version))
-                case ledgers.Returned(group_id, stage, holder, reason):
+                case outcomes.Returned(group_id, stage, holder, reason):
                     self._warnings.append(f"group {group_id} went back to the queue of {stage}: {holder} {reason}")
                     log.warning("returned", group=group_id, stage=stage, holder=holder, reason=reason)
-                case ledgers.SystematicFault(stage, deaths, last_error):
-                    self._stop("failed", f"{deaths} groups in a row failed at the stage {stage}; the last: {last_error}")
+                case outcomes.SystematicFault(stage, deaths, last_error):
+                    self._stop(
+                        "failed", f"{deaths} groups in a row failed at the stage {stage}; the last: {last_error}"
+                    )
 
     def _take_result(self, result: dict[str, Any] | None) -> None:
         if result is not None:

@@ -40,9 +40,7 @@ class StepBatch:
     metrics: dict[str, float]
 
 
-def step_batch(
-    groups: list[TrajectoryGroup], algorithm: Algorithm, version: int, max_tokens: int
-) -> StepBatch:
+def step_batch(groups: list[TrajectoryGroup], algorithm: Algorithm, version: int, max_tokens: int) -> StepBatch:
     """The batch of an update of the policy `version`.
 
     Samples without a valid reward are neither in the baseline nor in the loss. A group whose advantages are all 0 is

@@ -92,7 +92,6 @@ class LearnerService:
             stage="learner",
             max_groups=n_groups,
             min_groups=n_groups,
-            version=self._trainer.version,
             wait_ms=int(LONG_POLL_S * 1000),
         )
         try:

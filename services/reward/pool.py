@@ -1,8 +1,9 @@
-"""Worker processes for synchronous reward functions: each call has a hard deadline, and a worker that hangs is replaced."""
+"""Worker processes for synchronous reward functions: each call has a deadline, a worker that hangs is replaced."""
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import signal as signals
 import sys
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -21,7 +22,13 @@ class WorkerPool:
 
     def __init__(self, functions: list[Signal], workers: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._pool = ProcessPool(max_workers=workers, initializer=_load_functions, initargs=[functions, sys.path])
+        # Forked workers would share this process's sockets and the descriptor through which its loop sees signals.
+        self._pool = ProcessPool(
+            max_workers=workers,
+            initializer=_load_functions,
+            initargs=[functions, sys.path],
+            context=multiprocessing.get_context("spawn"),
+        )
 
     async def score(self, signal: str, arguments: dict[str, Any]) -> Score:
         """The score of one sample. A function that raises, hangs or kills its process makes it invalid."""

@@ -41,7 +41,9 @@ class Scorer:
         arguments = arguments_of(group)
         names = list(self._functions)
         scores = await asyncio.gather(*(self._try(name, given) for given in arguments for name in names))
-        by_sample = [dict(zip(names, scores[i : i + len(names)], strict=True)) for i in range(0, len(scores), len(names))]
+        by_sample = [
+            dict(zip(names, scores[i : i + len(names)], strict=True)) for i in range(0, len(scores), len(names))
+        ]
         rewards = [self._combine(sample) for sample in by_sample]
         if all(reward.status is not RewardStatus.OK for reward in rewards):
             reason, count = Counter(reward.reason for reward in rewards).most_common(1)[0]

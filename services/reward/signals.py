@@ -1,4 +1,4 @@
-"""What one reward function is, what it is given, and what its answer means. Called by score.py and the worker processes."""
+"""What one reward function is, what it is given, and what its answer means. For score.py and the worker processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from services.reward import builtin
 from shared.config import Signal
@@ -51,7 +53,7 @@ class Function:
         self.signal = signal
         self._call = _load(signal)
         self.is_async = inspect.iscoroutinefunction(self._call) or inspect.iscoroutinefunction(
-            getattr(self._call, "__call__", None)
+            type(self._call).__call__
         )
         parameters = inspect.signature(self._call).parameters.values()
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -94,7 +96,7 @@ def read_answer(answer: Any, signal: str) -> Score:
 def arguments_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
     """What the functions are given for each sample of a group."""
     prompt = group.prompt
-    lengths = [len(tokens) for tokens in _spans(group)]
+    lengths = np.diff(group.columns["tokens_offsets"]).tolist()
     return [
         {
             **prompt.fields,
@@ -106,11 +108,6 @@ def arguments_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
         }
         for text, reason, length in zip(group.texts(), group.columns["finish_reasons"], lengths, strict=True)
     ]
-
-
-def _spans(group: TrajectoryGroup) -> list[range]:
-    offsets = group.columns["tokens_offsets"].tolist()
-    return [range(start, end) for start, end in zip(offsets, offsets[1:], strict=False)]
 
 
 def _load(signal: Signal) -> Callable[..., Any]:

@@ -1,16 +1,17 @@
-"""The rollout's end of the weight path: takes each new snapshot, swaps it into the engine, and proves that it is right."""
+"""The rollout's end of the weight path: takes each new snapshot, swaps it into the engine, and proves it right."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from protocol.channel import Client
 from protocol.messages import Follow, Leave, Offer, Ok
 from services.rollout.engine import Engine, Weights
-from shared import config as run_config
+from shared.config import RunConfig
 from shared.errors import ProtocolError, Unreachable, WeightsError
 from shared.log import log
 from shared.snapshot import Manifest, SnapshotFile
@@ -24,12 +25,20 @@ class Follower:
     """Keeps an engine at the newest weights. figures: what the last swap cost, for the heartbeat."""
 
     def __init__(
-        self, broadcaster: str, instance: str, engine: Engine, weights: run_config.Weights, dtype: str
+        self,
+        broadcaster: str,
+        engine: Engine,
+        config: RunConfig,
+        instance: str,
+        *,
+        on_version: Callable[[int], None],
     ) -> None:
+        """on_version is told each version once the engine is proven to hold it."""
         self._client = Client(broadcaster, peer="broadcaster")
         self._instance = instance
         self._engine = engine
-        self._tolerance = weights.tolerance or TOLERANCE[dtype]
+        self._on_version = on_version
+        self._tolerance = config.weights.tolerance or TOLERANCE[config.rollout.dtype]
         self._file: SnapshotFile | None = None
         self._slot: int | None = None
         self._lineage, self._version = 0, -1
@@ -65,6 +74,7 @@ class Follower:
             self._file = SnapshotFile.attach(offer.path, manifest.layout)
         await self._load(self._file, offer, offer.slot, manifest)
         self._slot, self._lineage, self._version = offer.slot, offer.lineage, offer.version
+        self._on_version(offer.version)
 
     async def _load(self, file: SnapshotFile, offer: Offer, slot: int, manifest: Manifest) -> None:
         """Verify, swap and probe; once more where the probe fails."""

@@ -49,7 +49,7 @@ class RolloutService:
         member.state = "STALE"
         member.account.enter("weights")
         self._follower = Follower(
-            await member.locate("broadcaster"), member.instance, engine, self._config.weights, self._config.rollout.dtype
+            await member.locate("broadcaster"), engine, self._config, member.instance, on_version=self._tell_version
         )
         await self._follower.first()
         member.state = "SERVING"
@@ -59,11 +59,15 @@ class RolloutService:
             capacity=max(self._config.rollout.max_samples, self._config.samples_per_prompt),
             samples=self._samples,
             idle_bucket="room",
-            version=lambda: engine.version,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follower.run(), name="weights")
             tasks.create_task(actor.run(), name="stage")
+
+    def _tell_version(self, version: int) -> None:
+        """The broker hands out groups by the version that this rollout holds."""
+        self._member.holds_version = version
+        self._member.beat_soon()
 
     async def _generate(self, group: TrajectoryGroup) -> Columns:
         """The columns that the rollout stage provides for one group."""

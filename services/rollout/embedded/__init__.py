@@ -1,0 +1,1 @@
+"""The default engine: transformers models, no vLLM needed."""

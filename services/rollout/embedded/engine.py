@@ -79,7 +79,9 @@ class EmbeddedEngine:
         model = load_model(folder, dtype)
         limit: int = model.config.get_text_config().max_position_embeddings
         if max_context is not None and max_context > limit:
-            raise ConfigError(f"rollout.max_context is {max_context}, but the model {folder} was made for {limit} tokens")
+            raise ConfigError(
+                f"rollout.max_context is {max_context}, but the model {folder} was made for {limit} tokens"
+            )
         return cls(
             model,
             load_tokenizer(tokenizer or folder),

@@ -90,7 +90,9 @@ def test_greedy_answers_are_those_of_transformers(make: Any, peer: Any) -> None:
         run.submit(name, prompt, 2, GREEDY)
     for name, samples in run.finish().items():
         ids = torch.tensor([prompts[name]])
-        theirs = peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=-1)
+        theirs = peer.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=-1
+        )
         for sample in samples:
             assert sample.tokens.tolist() == theirs[0, len(prompts[name]) :].tolist()
             expected = logits_of(peer, prompts[name], sample).log_softmax(-1).max(-1).values
@@ -132,7 +134,13 @@ def test_a_shared_prompt_gives_what_a_prompt_for_each_sample_gives(make: Any) ->
 
 
 def test_what_is_decoded_beside_a_request_changes_nothing(make: Any) -> None:
-    requests = [("a", SHORT, 1, 4), ("b", LONG, 5, 9), ("c", MIDDLE, 3, 12), ("d", LONG[:40], 2, 7), ("e", SHORT[:1], 4, 10)]
+    requests = [
+        ("a", SHORT, 1, 4),
+        ("b", LONG, 5, 9),
+        ("c", MIDDLE, 3, 12),
+        ("d", LONG[:40], 2, 7),
+        ("e", SHORT[:1], 4, 10),
+    ]
     together = Run(make(max_samples=9))
     for number, (name, prompt, n, length) in enumerate(requests):
         together.submit(name, prompt, n, WARM.model_copy(update={"max_tokens": length}), seed=number)
@@ -201,7 +209,9 @@ def test_a_swap_changes_the_tokens_to_come_and_keeps_what_was_read(make: Any, mo
     run.decoder.swap(Weights(0, 0, old))
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt_sample, boundary in [(samples[0], 5), (samples[2], 5), (run.done["b"][0], 0)]:
-        np.testing.assert_allclose(prompt_sample.logprobs, mixed_logprobs(peer, prompt_sample, boundary, old, new), atol=1e-5)
+        np.testing.assert_allclose(
+            prompt_sample.logprobs, mixed_logprobs(peer, prompt_sample, boundary, old, new), atol=1e-5
+        )
 
 
 @torch.inference_mode()
@@ -284,5 +294,3 @@ def test_positions_do_not_drift_with_bfloat16_weights(folder: str, vocabulary: V
     assert ours.model.rotary_emb.inv_freq.dtype == torch.float32
     error, drift = (np.abs(score(m) - score(exact))[250:].mean() for m in (ours, drifted))
     assert error < drift / 2
-
-

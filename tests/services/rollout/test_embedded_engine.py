@@ -127,8 +127,12 @@ async def test_nothing_is_generated_before_the_first_swap(folder: str) -> None:
         await engine.close()
 
 
-@pytest.mark.parametrize(("prompt", "text"), [([5] * 100, "100 tokens.* 99 "), ([], "0 tokens"), ([260], "vocabulary of 260")])
-async def test_a_prompt_that_cannot_be_answered_is_refused(engine: EmbeddedEngine, prompt: list[int], text: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "text"), [([5] * 100, "100 tokens.* 99 "), ([], "0 tokens"), ([260], "vocabulary of 260")]
+)
+async def test_a_prompt_that_cannot_be_answered_is_refused(
+    engine: EmbeddedEngine, prompt: list[int], text: str
+) -> None:
     with pytest.raises(DataError, match=text):
         await engine.generate(request("a", prompt=prompt))
     assert len((await engine.generate(request("b", prompt=[5] * 99)))[0].tokens) == 1
@@ -171,7 +175,12 @@ async def test_a_failure_of_the_thread_reaches_all_who_wait_and_all_who_come(eng
     for answer in answers:
         assert isinstance(answer, StrettoError)
         assert "out of everything" in str(answer)
-    for late in (engine.generate(request("d")), engine.score(PROMPT), engine.abort("a"), engine.swap(Weights(0, 1, {}))):
+    for late in (
+        engine.generate(request("d")),
+        engine.score(PROMPT),
+        engine.abort("a"),
+        engine.swap(Weights(0, 1, {})),
+    ):
         with pytest.raises(StrettoError, match="out of everything"):
             await late
 

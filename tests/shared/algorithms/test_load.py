@@ -9,7 +9,7 @@ from shared.config import Algorithm as AlgorithmConfig
 from shared.config import parse_config
 from shared.errors import ConfigError
 
-OWN = '''
+OWN = """
 from shared.algorithms import Algorithm
 
 class Mine(Algorithm):
@@ -20,7 +20,7 @@ class Mine(Algorithm):
 
     def loss(self, batch):
         return -batch.advantages * batch.logprobs, {}
-'''
+"""
 
 
 def test_a_preset_takes_settings():

@@ -58,9 +58,7 @@ def test_the_ppo_loss_and_its_gradient_are_those_of_the_reference(case):
     logprobs = table("logprob").requires_grad_()
     old, advantage = table("old_logprob"), table("advantages")
     sample = torch.arange(len(MASK))[:, None].expand_as(MASK)[MASK]
-    losses, _ = ppo_loss(
-        logprobs[MASK], old[MASK], advantage[MASK], clip_low=0.2, clip_high=clip_high, dual_clip=3.0
-    )
+    losses, _ = ppo_loss(logprobs[MASK], old[MASK], advantage[MASK], clip_low=0.2, clip_high=clip_high, dual_clip=3.0)
     whole = Denominators(tokens=int(MASK.sum()), samples=len(MASK), max_tokens=MASK.shape[1])
     loss = aggregate(losses, sample, len(MASK), how, whole)
     loss.backward()
