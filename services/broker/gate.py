@@ -1,4 +1,4 @@
-"""The gate: how many training groups may be admitted, and how old the weights may be that generate them. Used by the ledger."""
+"""The gate: how many training groups the ledger may admit, and how old the weights may be that generate them."""
 
 from __future__ import annotations
 

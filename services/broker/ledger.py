@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from services.broker.columns import check_columns
 from services.broker.gate import Gate, Policy
 from services.broker.outcomes import Dead, Dropped, Evaluated, Outcome, Returned, SystematicFault
 from shared.errors import ProtocolError
@@ -107,17 +108,17 @@ class Ledger:
         version: int = 0,
         max_samples: int | None = None,
         samples: dict[Lane, int] | None = None,
-    ) -> tuple[list[Grant], list[Outcome]]:
+    ) -> list[Grant]:
         """Lease up to `max_groups` groups that are ready for a stage; none where there are less than `min_groups`.
 
-        version: of the weights that a rollout holds. max_samples bounds the samples of all, with `samples` a group's in each
-        lane. Oldest admitted first; the learner gets the oldest policy versions first.
+        version: of the weights that a rollout holds. max_samples: bound of the samples of all; samples: those that a
+        group of each lane makes. Oldest admitted first; the learner gets the oldest policy versions first.
         """
         if stage == self._last.name:
-            chosen, outcomes = self._batch(min_groups, max_groups)
+            chosen = self._batch(min_groups, max_groups)
         else:
-            chosen, outcomes = self._oldest(stage, version, max_groups, max_samples, samples), []
-        return [self._grant(entry, stage, holder, now) for entry in chosen], outcomes
+            chosen = self._oldest(stage, version, max_groups, max_samples, samples)
+        return [self._grant(entry, stage, holder, now) for entry in chosen]
 
     def _oldest(
         self, stage: str, version: int, max_groups: int, max_samples: int | None, samples: dict[Lane, int] | None
@@ -142,19 +143,15 @@ class Ledger:
         late = entry.scheduled < self.version or entry.scheduled == 0
         return (0 if evaluation and late else 2 if evaluation else 1, entry.number)
 
-    def _batch(self, min_groups: int, max_groups: int) -> tuple[list[Entry], list[Outcome]]:
+    def _batch(self, min_groups: int, max_groups: int) -> list[Entry]:
         """Groups for the next update, oldest policy versions first."""
-        outcomes: list[Outcome] = []
-        ready = list(self._queues[self._last.name].values())
-        if self.policy.on_stale == "drop":
-            stale = [e for e in ready if self.version - e.group.oldest_version() > self.policy.max_staleness]
-            outcomes += [self._drop(entry, "stale") for entry in stale]
-            ready = [entry for entry in ready if entry not in stale]
-        ready.sort(key=lambda entry: (entry.group.oldest_version(), entry.number))
+        ready = sorted(
+            self._queues[self._last.name].values(), key=lambda entry: (entry.group.oldest_version(), entry.number)
+        )
         chosen = ready[:max_groups]
         if len(ready) < min_groups or (self.policy.on_stale == "wait" and self._must_wait(chosen)):
-            return [], outcomes
-        return chosen, outcomes
+            return []
+        return chosen
 
     def _must_wait(self, chosen: list[Entry]) -> bool:
         """Whether a group that is not chosen could be too stale for the next update."""
@@ -182,17 +179,20 @@ class Ledger:
 
     # Outcomes
 
-    def complete(self, group_id: str, stage: str, columns: Columns) -> list[Outcome]:
+    def complete(self, group_id: str, lease_id: str, columns: Columns) -> list[Outcome]:
         """Add the columns of a stage; the first completion of a group at a stage wins, whatever its attempt.
 
         Raises ProtocolError `unknown_lease` where the stage is done or the group is gone, `bad_column` where the
         columns are not those that the stage provides.
         """
-        entry, work = self._open_work(group_id, stage)
+        entry, stage, work = self._leased(group_id, lease_id)
         provides = self._stages[stage].provides
+        if not provides:
+            raise ProtocolError("unknown_lease", f"groups at the stage {stage} are consumed by a commit")
         if set(columns) != provides:
             difference = ", ".join(sorted(provides ^ set(columns)))
             raise ProtocolError("bad_column", f"stage {stage} provides other columns (differing in {difference})")
+        check_columns(entry.group, columns)
         self._close(entry, stage, work)
         entry.group.columns |= columns
         self._deaths_in_row[stage] = 0
@@ -201,14 +201,15 @@ class Ledger:
             del self._entries[group_id]
             self._counts["eval"]["consumed"] += 1
             return [Evaluated(entry.group, entry.scheduled)]
-        return []
+        return self._drop_stale()
 
-    def fail(self, group_id: str, stage: str, lease_id: str, error: str, *, retry: bool) -> list[Outcome]:
-        """A stage could not process a group. A report about a lease that is over changes nothing."""
-        entry, work = self._open_work(group_id, stage)
-        if work.lease_id != lease_id:
-            return []
-        return self._failed(entry, stage, work, error, retry=retry)
+    def fail(self, group_id: str, lease_id: str, error: str, *, retry: bool) -> list[Outcome]:
+        """A stage could not process a group. A report about a lease that is over changes nothing.
+
+        Raises ProtocolError `unknown_lease` where the stage is done or the group is gone.
+        """
+        entry, stage, work = self._leased(group_id, lease_id)
+        return self._failed(entry, stage, work, error, retry=retry) if work.lease_id == lease_id else []
 
     def expire(self, now: float) -> list[Outcome]:
         """Take back all leases whose deadline has passed."""
@@ -236,7 +237,7 @@ class Ledger:
         return outcomes
 
     def _failed(self, entry: Entry, stage: str, work: Work, error: str, *, retry: bool) -> list[Outcome]:
-        work.errors.append(error)
+        work.errors.append(error[:MAX_ERROR_CHARACTERS])
         if work.lease_id is not None:
             del self._leases[work.lease_id]
             work.lease_id = None
@@ -250,36 +251,46 @@ class Ledger:
         self._deaths_in_row[stage] += 1
         outcomes: list[Outcome] = [Dead(entry.group, stage, tuple(work.errors))]
         if self._deaths_in_row[stage] >= self.policy.dead_letter_limit:
-            outcomes.append(SystematicFault(stage, self._deaths_in_row[stage], error))
+            outcomes.append(SystematicFault(stage, self._deaths_in_row[stage], work.errors[-1]))
         return outcomes
 
-    def _drop(self, entry: Entry, reason: str) -> Dropped:
-        self._remove(entry, f"dropped: {reason}")
-        return Dropped(entry.group, reason)
+    def _drop_stale(self) -> list[Outcome]:
+        """Drop what waits for the learner and is too stale for its next update, where that is the policy."""
+        if self.policy.on_stale != "drop":
+            return []
+        oldest = self.version - self.policy.max_staleness
+        stale = [e for e in self._queues[self._last.name].values() if e.group.oldest_version() < oldest]
+        for entry in stale:
+            self._remove(entry, "dropped: stale")
+        return [Dropped(entry.group, "stale") for entry in stale]
 
-    def commit(self, version: int, group_ids: list[str]) -> list[TrajectoryGroup]:
-        """The update that made `version` consumed these groups: all of them or, on an error, none.
+    def commit(self, version: int, group_ids: list[str]) -> tuple[list[TrajectoryGroup], list[Outcome]]:
+        """The update that made `version` consumed these groups: all of them or, on an error, none. Returns them.
 
-        Raises ProtocolError `unknown_lease` where a group was not ready for the learner, or the version is not the next.
+        Raises ProtocolError `unknown_lease` where the version is not the next, or a group was not leased to the learner
+        (a lease that is over counts too: nobody else has trained the group).
         """
         if version != self.version + 1:
             raise ProtocolError("unknown_lease", f"commit of version {version} after version {self.version}")
         if len(set(group_ids)) != len(group_ids):
             raise ProtocolError("unknown_lease", "a commit names a group twice")
-        entries = [self._open_work(group_id, self._last.name)[0] for group_id in group_ids]
+        entries = [self._entries[group_id] for group_id in group_ids if self._was_leased(group_id, self._last.name)]
+        if len(entries) < len(group_ids):
+            lost = set(group_ids) - {entry.group.group_id for entry in entries}
+            raise ProtocolError("unknown_lease", f"not leased to the learner: {', '.join(sorted(lost)[:8])}")
         for entry in entries:
             self._close(entry, self._last.name, entry.work[self._last.name])
             del self._entries[entry.group.group_id]
         self._counts["train"]["consumed"] += len(entries)
         self.version = version
-        return [entry.group for entry in entries]
+        return [entry.group for entry in entries], self._drop_stale()
 
     def resume(self, version: int) -> int:
         """Go on from a checkpoint of `version`; returns the new lineage. Raises ProtocolError once groups exist."""
-        if self._counts["train"]["admitted"]:
-            raise ProtocolError("bad_header", "the run has begun; it cannot be rewound")
+        if self._next_number or not 0 <= version <= self.policy.total_steps:
+            raise ProtocolError("bad_header", f"the run cannot go on at version {version}: it has begun, or is shorter")
         self.version = version
-        self._next_slot = version * self.policy.prompts_per_step
+        self._gate.start_at(version)
         self.lineage += 1
         return self.lineage
 
@@ -295,11 +306,25 @@ class Ledger:
                 entry.work[stage.name] = Work()
                 self._queues[stage.name][entry.group.group_id] = entry
 
-    def _open_work(self, group_id: str, stage: str) -> tuple[Entry, Work]:
+    def _leased(self, group_id: str, lease_id: str) -> tuple[Entry, str, Work]:
+        """The open work that a lease was given for; the lease itself may be over, and the work leased to another."""
         entry = self._entries.get(group_id)
-        if entry is None or stage not in entry.work:
-            raise ProtocolError("unknown_lease", f"group {group_id} is not open at the stage {stage}")
-        return entry, entry.work[stage]
+        match lease_id.split("/"):
+            case [group, stage, attempt] if entry is not None and group == group_id and stage in entry.work:
+                work = entry.work[stage]
+                if attempt in self._attempts(work):
+                    return entry, stage, work
+        raise ProtocolError("unknown_lease", f"the lease {lease_id[:64]!r} is over and its work is done")
+
+    def _attempts(self, work: Work) -> set[str]:
+        """The attempts at a piece of work that were leased so far, as lease ids name them."""
+        given = work.attempt + 1 if work.lease_id is not None else work.attempt
+        return {f"{self.lineage}.{attempt}" for attempt in range(1, given)}
+
+    def _was_leased(self, group_id: str, stage: str) -> bool:
+        """Whether a group is open at a stage, and somebody works or has worked on it there."""
+        entry = self._entries.get(group_id)
+        return entry is not None and stage in entry.work and bool(self._attempts(entry.work[stage]))
 
     def _close(self, entry: Entry, stage: str, work: Work) -> None:
         """The group's work at a stage is over."""
@@ -342,18 +367,13 @@ class Ledger:
         }
 
     def balance(self) -> dict[Lane, int]:
-        """Admitted groups that are neither consumed, dropped, dead nor in flight, by lane: 0, or the ledger is broken."""
+        """Admitted groups that are neither consumed, dropped, dead nor in flight, by lane: 0, or there is a fault."""
         out: dict[Lane, int] = {}
         for lane, counts in self._counts.items():
             gone = sum(count for name, count in counts.items() if name != "admitted")
             here = sum(entry.group.lane == lane for entry in self._entries.values())
             out[lane] = counts["admitted"] - gone - here
         return out
-
-    def group(self, group_id: str) -> TrajectoryGroup | None:
-        """A group that is in flight."""
-        entry = self._entries.get(group_id)
-        return entry.group if entry else None
 
     def waiting(self, stage: str) -> Counter[Lane]:
         """How many groups of each lane nobody works on yet at a stage that is ready for them."""

@@ -1,4 +1,4 @@
-"""What can happen to a group in the ledger beside going on to its next stage. The server writes it down and acts on it."""
+"""What may happen to a group in the ledger beside going on to its next stage. The server acts on it."""
 
 from __future__ import annotations
 

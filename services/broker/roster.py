@@ -33,8 +33,12 @@ class Roster:
     def __contains__(self, instance: str) -> bool:
         return instance in self._members
 
+    def session(self, instance: str) -> Listed | None:
+        """The membership of an instance since it last said hello; None for who is no member."""
+        return self._members.get(instance)
+
     def join(self, hello: Hello, now: float) -> None:
-        """An instance says hello, for the first time or again."""
+        """An instance says hello, for the first time or again, which begins a new session."""
         self._members[hello.instance] = Listed(hello, now)
         self._departed.pop(hello.instance, None)
 

@@ -14,8 +14,10 @@ FILES = ("metrics", "samples", "spans", "evaluations", "dead_letters")
 
 
 class RunLog:
-    """The files of a run folder: metrics.jsonl (a line a version), samples.jsonl (a line a consumed or evaluated
-    group), spans.jsonl (a line a span of a service's time), evaluations.jsonl, dead_letters.jsonl, status.json.
+    """The files of a run folder.
+
+    metrics.jsonl has a line a version, samples.jsonl one a group that was consumed or evaluated, spans.jsonl one a span
+    of a service's time; evaluations.jsonl, dead_letters.jsonl and status.json say it by their names.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,9 +27,9 @@ class RunLog:
             name: (folder / f"{name}.jsonl").open("a", encoding="utf-8", buffering=1) for name in FILES
         }
 
-    def write(self, name: str, **record: Any) -> None:
-        """Append a line to `<name>.jsonl`."""
-        self._files[name].write(json.dumps(_finite(record)) + "\n")
+    def write(self, file: str, record: dict[str, Any]) -> None:
+        """Append a line to `<file>.jsonl`."""
+        self._files[file].write(json.dumps(_finite(record)) + "\n")
 
     def group(self, group: TrajectoryGroup, version: int) -> None:
         """Append a group that was consumed by `version`, or evaluated."""
@@ -35,23 +37,23 @@ class RunLog:
         signals = {
             name.removeprefix("signal/"): v.tolist() for name, v in columns.items() if name.startswith("signal/")
         }
-        self.write(
-            "samples",
-            group=group.group_id,
-            lane=group.lane,
-            version=version,
-            row=group.prompt.row,
-            epoch=group.prompt.epoch,
-            prompt=group.prompt.text,
-            fields=group.prompt.fields,
-            texts=group.texts(),
-            rewards=columns["rewards"].tolist(),
-            reward_status=[RewardStatus(s).name.lower() for s in columns["reward_status"]],
-            reasons=group.texts("reward_reasons"),
-            signals=signals,
-            finish=[FinishReason(f).name.lower() for f in columns["finish_reasons"]],
-            versions=[runs.tolist() for runs in group.samples("versions")],
-        )
+        record = {
+            "group": group.group_id,
+            "lane": group.lane,
+            "version": version,
+            "row": group.prompt.row,
+            "epoch": group.prompt.epoch,
+            "prompt": group.prompt.text,
+            "fields": group.prompt.fields,
+            "texts": group.texts(),
+            "rewards": columns["rewards"].tolist(),
+            "reward_status": [RewardStatus(s).name.lower() for s in columns["reward_status"]],
+            "reasons": group.texts("reward_reasons"),
+            "signals": signals,
+            "finish": [FinishReason(f).name.lower() for f in columns["finish_reasons"]],
+            "versions": [runs.tolist() for runs in group.samples("versions")],
+        }
+        self.write("samples", record)
 
     def status(self, status: dict[str, Any]) -> None:
         """Replace status.json."""

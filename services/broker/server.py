@@ -38,11 +38,11 @@ from protocol.messages import (
     Welcome,
 )
 from services.broker import outcomes
-from services.broker.columns import check_columns
 from services.broker.dataset import read_dataset
 from services.broker.evaluation import Evaluations
 from services.broker.gate import Policy
 from services.broker.ledger import Grant, Ledger
+from services.broker.pace import Pace
 from services.broker.prompts import PromptSource, first_prompts, total_steps
 from services.broker.roster import Roster
 from services.broker.runlog import RunLog
@@ -55,7 +55,9 @@ from shared.log import log
 
 GOODBYE_S = 10.0
 """How long the broker stays after the end of a run, for services and viewers to see it."""
-RATE_WINDOW = 20
+SHOWN_DEAD_LETTERS = 20
+"""How many the status shows, so that it stays within a message; the run folder has them all."""
+MAX_WAIT_MS = 600_000
 
 
 class Broker:
@@ -94,9 +96,9 @@ class Broker:
         self._saved_version = -1
         self._metrics: dict[str, float] = {}
         self._history: deque[dict[str, Any]] = deque(maxlen=200)
-        self._commits: deque[tuple[float, int, int]] = deque(maxlen=RATE_WINDOW + 1)
-        self._generated_tokens = 0
-        self._dead_letters: deque[dict[str, Any]] = deque(maxlen=100)
+        self._staleness = 0
+        self._pace = Pace()
+        self._dead_letters: deque[dict[str, Any]] = deque(maxlen=SHOWN_DEAD_LETTERS)
         self._warnings: deque[str] = deque(maxlen=20)
 
     def _heldout(self) -> list[Any]:
@@ -144,11 +146,8 @@ class Broker:
             case Complete() as done:
                 return await self._complete(done, message)
             case Fail() as failure:
-                return await self._apply(
-                    self._ledger.fail(
-                        failure.group_id, _stage_of(failure), failure.lease_id, failure.error, retry=failure.retry
-                    )
-                )
+                failed = self._ledger.fail(failure.group_id, failure.lease_id, failure.error, retry=failure.retry)
+                return await self._apply(failed)
             case Commit() as commit:
                 return await self._commit(commit)
             case Hello() as hello:
@@ -163,6 +162,7 @@ class Broker:
                 return await self._apply([])
             case Resume() as resume:
                 lineage = self._ledger.resume(resume.version)
+                self._saved_version = resume.version
                 self._source.position = resume.version * self.config.prompts_per_step
                 log.info("resumed", version=resume.version, location=resume.location)
                 return Resumed(lineage=lineage)
@@ -198,7 +198,8 @@ class Broker:
         try:
             self._roster.beat(beat.instance, beat.state, beat.version, beat.stats, now)
             for start, end, bucket in beat.stats.get("spans", []):
-                self._runlog.write("spans", instance=beat.instance, start=start, end=end, bucket=bucket)
+                span = {"instance": beat.instance, "start": float(start), "end": float(end), "bucket": str(bucket)}
+                self._runlog.write("spans", span)
         except (TypeError, ValueError, AttributeError) as error:
             raise ProtocolError("bad_header", f"stats of {beat.instance}: {error}") from None
         self._ledger.extend(beat.instance, now)
@@ -221,16 +222,19 @@ class Broker:
                 "bad_header", f"there is no stage {request.stage!r}; there are {', '.join(self._stages)}"
             )
         grants: list[Grant] = []
+        session = self._roster.session(request.instance)
 
-        def granted() -> bool:
-            self._require_member(request.instance)
+        def answered() -> bool:
+            # Who said hello again meanwhile asks anew: what this request were given might go to a process that died.
+            if self._roster.session(request.instance) is not session:
+                return True
             if self.state == "draining" and not self._stages[request.stage].provides:
                 raise ProtocolError("draining", "the run ends: save and leave")
-            if self.stop_reason is None:
+            if session is not None and self.stop_reason is None:
                 grants.extend(self._try_lease(request))
             return bool(grants)
 
-        await self._until(granted, request.wait_ms)
+        await self._until(answered, request.wait_ms)
         needs = self._stages[request.stage].needs
         leases = [
             Lease(
@@ -251,7 +255,7 @@ class Broker:
         max_groups = request.max_groups
         if not self._stages[request.stage].needs:
             max_groups = min(max_groups, self._admit(request))
-        grants, events = self._ledger.lease(
+        return self._ledger.lease(
             request.stage,
             request.instance,
             time.monotonic(),
@@ -261,13 +265,10 @@ class Broker:
             max_samples=request.max_samples,
             samples=self._samples,
         )
-        self._take(events)
-        return grants
 
     def _admit(self, request: LeaseRequest) -> int:
         """Admit what a rollout asks for as far as the gate allows; returns its share of what there is to generate."""
-        for prompt in self._evaluations.due(self._ledger.version):
-            self._ledger.admit("eval", prompt)
+        self._admit_evaluation()
         wanted = request.max_groups
         if request.max_samples is not None:
             wanted = min(wanted, request.max_samples // self._samples["train"])
@@ -279,35 +280,37 @@ class Broker:
             self._ledger.admit("train", self._source.draw())
         return share + waiting["eval"]
 
+    def _admit_evaluation(self) -> None:
+        for prompt in self._evaluations.due(self._ledger.version):
+            self._ledger.admit("eval", prompt)
+
     async def _complete(self, done: Complete, message: Message) -> Ok:
-        stage = _stage_of(done)
-        group = self._ledger.group(done.group_id)
-        if group is not None:
-            check_columns(group, message.columns)
         # The frames belong to ZeroMQ's buffers, of which small ones share memory: own copies let go of them.
         columns = {name: array.copy() for name, array in message.columns.items()}
-        events = self._ledger.complete(done.group_id, stage, columns)
-        if not self._stages[stage].needs:
-            self._generated_tokens += len(columns["tokens"])
+        happened = self._ledger.complete(done.group_id, done.lease_id, columns)
+        self._pace.generated(len(columns.get("tokens", ())))
         self._progress_at = time.monotonic()
-        return await self._apply(events)
+        return await self._apply(happened)
 
     async def _commit(self, commit: Commit) -> Ok:
         if commit.lineage != self._ledger.lineage:
             raise ProtocolError("unknown_lease", f"lineage {commit.lineage}; the run is at {self._ledger.lineage}")
-        groups = self._ledger.commit(commit.version, commit.group_ids)
+        groups, happened = self._ledger.commit(commit.version, commit.group_ids)
         if any(self._ledger.balance().values()):
             raise StrettoError(f"the accounts of version {commit.version} do not balance: {self._ledger.accounts()}")
         now = time.time()
-        self._commits.append((now, sum(g.n_samples for g in groups), self._generated_tokens))
+        self._pace.committed(now, sum(group.n_samples for group in groups))
+        self._staleness = max((commit.version - 1 - group.oldest_version() for group in groups), default=0)
         self._metrics = dict(commit.metrics)
-        self._history.append({"version": commit.version, "time": now, **self._metrics})
-        self._runlog.write("metrics", version=commit.version, time=now, lineage=commit.lineage, **self._metrics)
+        record = self._metrics | {"version": commit.version, "lineage": commit.lineage, "time": now}
+        self._history.append(record)
+        self._runlog.write("metrics", record)
         for group in groups:
             self._runlog.group(group, commit.version)
         self._progress_at = time.monotonic()
+        self._admit_evaluation()
         await self._publish("version")
-        return await self._apply([])
+        return await self._apply(happened)
 
     async def _status(self, request: StatusRequest) -> Status:
         if request.wait_version is not None:
@@ -334,18 +337,18 @@ class Broker:
         if instance not in self._roster:
             raise ProtocolError("not_member", f"{instance[:64]!r} is not a member: say hello")
 
-    # What follows from events
+    # What follows
 
-    async def _apply(self, events: list[outcomes.Outcome]) -> Ok:
-        self._take(events)
+    async def _apply(self, happened: list[outcomes.Outcome]) -> Ok:
+        self._take(happened)
         self._end_if_done()
         await self._notify()
         return Ok()
 
-    def _take(self, events: list[outcomes.Outcome]) -> None:
+    def _take(self, happened: list[outcomes.Outcome]) -> None:
         """Write down what happened in the ledger, and do what follows from it."""
-        for event in events:
-            match event:
+        for outcome in happened:
+            match outcome:
                 case outcomes.Evaluated(group, scheduled):
                     self._runlog.group(group, scheduled)
                     self._take_result(self._evaluations.add(group, scheduled))
@@ -360,7 +363,7 @@ class Broker:
                         "errors": list(errors),
                     }
                     self._dead_letters.append(letter)
-                    self._runlog.write("dead_letters", prompt=group.prompt.text, **letter)
+                    self._runlog.write("dead_letters", {"prompt": group.prompt.text} | letter)
                     log.error("dead letter", **letter)
                     if group.lane == "eval":
                         self._take_result(self._evaluations.lose(group.min_version))
@@ -374,7 +377,7 @@ class Broker:
 
     def _take_result(self, result: dict[str, Any] | None) -> None:
         if result is not None:
-            self._runlog.write("evaluations", time=time.time(), **result)
+            self._runlog.write("evaluations", {"time": time.time()} | result)
             log.info("evaluated", **result)
 
     def _end_if_done(self) -> None:
@@ -394,14 +397,14 @@ class Broker:
         """Watch deadlines until the run has ended."""
         while self.stop_reason is None:
             now = time.monotonic()
-            events = self._ledger.expire(now)
+            happened = self._ledger.expire(now)
             for instance in self._roster.silent(now):
                 self._roster.leave(instance)
                 self._warnings.append(f"{instance} was not heard of any more")
                 log.warning("gone", instance=instance)
-                events += self._ledger.release(instance, "not heard of any more")
+                happened += self._ledger.release(instance, "not heard of any more")
             self._check_progress(now)
-            await self._apply(events)
+            await self._apply(happened)
             await self._until(lambda: self.stop_reason is not None, int(self.config.broker.heartbeat_s * 500))
         self._runlog.status(self.status())
         await self._publish("shutdown")
@@ -423,8 +426,10 @@ class Broker:
 
     async def _until(self, condition: Callable[[], bool], wait_ms: int) -> None:
         """Wait until a condition on the state holds, or the time is over."""
+        if condition():
+            return
         try:
-            async with asyncio.timeout(wait_ms / 1000), self._changed:
+            async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000), self._changed:
                 await self._changed.wait_for(condition)
         except TimeoutError:
             pass
@@ -433,8 +438,6 @@ class Broker:
 
     def status(self) -> dict[str, Any]:
         """A snapshot of the run, of plain values; the keys are described in protocol/SPEC.md."""
-        version = self._ledger.version
-        rates = self._rates()
         return {
             "run_id": f"{self.config.name}-{self._epoch}",
             "name": self.config.name,
@@ -442,10 +445,11 @@ class Broker:
             "state": self.state,
             "stop_reason": self.stop_reason,
             "started": self._started,
-            "version": version,
+            "version": self._ledger.version,
             "steps": self.total_steps,
             "lineage": self._ledger.lineage,
             "groups": self._ledger.accounts(),
+            "staleness": self._staleness,
             "metrics": self._metrics,
             "history": list(self._history),
             "evaluations": self._evaluations.results,
@@ -457,30 +461,8 @@ class Broker:
             "saved_version": self._saved_version,
             "prompts_drawn": self._source.position,
             "refused_messages": dict(self._server.refused),
-            **rates,
+            **self._pace.figures(self.total_steps - self._ledger.version),
         }
-
-    def _rates(self) -> dict[str, float | None]:
-        """Samples trained and tokens generated a second over the last versions, and the time left."""
-        if len(self._commits) < 2:
-            return {"sequences_per_s": None, "tokens_per_s": None, "eta_s": None}
-        first, last = self._commits[0], self._commits[-1]
-        elapsed = max(last[0] - first[0], 1e-9)
-        samples = sum(n for _, n, _ in list(self._commits)[1:])
-        per_step = elapsed / (len(self._commits) - 1)
-        return {
-            "sequences_per_s": samples / elapsed,
-            "tokens_per_s": (last[2] - first[2]) / elapsed,
-            "eta_s": per_step * (self.total_steps - self._ledger.version),
-        }
-
-
-def _stage_of(body: Complete | Fail) -> str:
-    """The stage of a lease, also of one that is over: its work may still be the first to arrive."""
-    match body.lease_id.split("/"):
-        case [group_id, stage, _] if group_id == body.group_id:
-            return stage
-    raise ProtocolError("unknown_lease", f"{body.lease_id[:64]!r} is no lease of the group {body.group_id[:64]!r}")
 
 
 async def serve(config: RunConfig, run_folder: Path, *, on_bound: Callable[[str], None] = lambda address: None) -> None:

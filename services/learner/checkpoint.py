@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from services.learner.trainer import Trainer
@@ -66,7 +67,7 @@ def restore(checkpoint: Path, trainer: Trainer) -> None:
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text())
         tensors = load_file(checkpoint / OPTIMIZER_FILE)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"the checkpoint {checkpoint} cannot be read: {error}; resume from an older one") from None
     if state.get("format") != FORMAT:
         raise DataError(f"the checkpoint {checkpoint} has format {state.get('format')}; this version reads {FORMAT}")

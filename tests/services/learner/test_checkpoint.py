@@ -1,0 +1,88 @@
+"""Checkpoints: what is saved goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.learner.checkpoint import Checkpoints, restore
+from services.learner.hf import HFBackend
+from services.learner.trainer import Trainer
+from shared.algorithms import GRPO
+from shared.errors import DataError
+
+from .conftest import make_config, make_group
+
+
+def steps(trainer, seeds) -> None:
+    for seed in seeds:
+        trainer.step([make_group(seed * 10 + i) for i in range(3)])
+        trainer.backend.use_snapshot(None)
+
+
+def loaded(folder, **changes) -> Trainer:
+    config = make_config(folder, **changes)
+    return Trainer(config, HFBackend.load(str(folder), config.learner), GRPO(), total_steps=10)
+
+
+def test_training_goes_on_bit_by_bit_from_a_checkpoint(new_trainer, tmp_path):
+    learner = {"dtype": "bfloat16", "lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}
+    whole = new_trainer(learner=learner)
+    steps(whole, range(6))
+    first = new_trainer(learner=learner)
+    steps(first, range(3))
+    folder = Checkpoints(tmp_path, 2).save(first, lineage=4)
+    second = loaded(folder, learner=learner)
+    restore(folder, second)
+    assert (second.version, second.optimizer.lr) == (3, first.optimizer.lr)
+    steps(second, range(3, 6))
+    for name, parameter in whole.backend.parameters.items():
+        assert torch.equal(parameter, second.backend.parameters[name]), name
+
+
+def test_a_checkpoint_is_a_hugging_face_folder(new_trainer, tmp_path):
+    trainer = new_trainer()
+    steps(trainer, [1])
+    folder = Checkpoints(tmp_path, 1).save(trainer, lineage=0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, trainer.backend.parameters[name])
+    assert AutoTokenizer.from_pretrained(folder).decode([72, 73])
+
+
+def test_only_the_newest_are_kept(new_trainer, tmp_path):
+    trainer = new_trainer()
+    checkpoints = Checkpoints(tmp_path, 2)
+    for seed in range(3):
+        steps(trainer, [seed])
+        checkpoints.save(trainer, lineage=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert checkpoints.latest().name == "checkpoint-3"
+
+
+def test_a_checkpoint_that_was_not_finished_is_not_the_latest(new_trainer, tmp_path):
+    checkpoints = Checkpoints(tmp_path, 2)
+    assert checkpoints.latest() is None
+    trainer = new_trainer()
+    steps(trainer, [1])
+    kept = checkpoints.save(trainer, lineage=0)
+    (tmp_path / ".checkpoint-9.partial").mkdir()
+    (tmp_path / "checkpoint-9").mkdir()
+    assert checkpoints.latest() == kept
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(new_trainer, tmp_path):
+    trainer = new_trainer()
+    steps(trainer, [1])
+    folder = Checkpoints(tmp_path, 1).save(trainer, lineage=0)
+    state = json.loads((folder / "stretto.json").read_text())
+    (folder / "stretto.json").write_text(json.dumps(state | {"format": 99}))
+    with pytest.raises(DataError, match="has format 99; this version reads 1"):
+        restore(folder, trainer)
+    (folder / "stretto.json").write_text(json.dumps(state))
+    (folder / "optimizer.safetensors").write_bytes(b"torn")
+    with pytest.raises(DataError, match="checkpoint-1 cannot be read"):
+        restore(folder, trainer)

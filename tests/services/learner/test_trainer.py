@@ -1,0 +1,127 @@
+"""One update: what is trained on, with which denominators, and what is reported."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from services.learner.batch import step_batch
+from shared.algorithms import GRPO
+from shared.errors import SelfCheckError, StrettoError
+from shared.group import RewardStatus
+
+from .conftest import make_group
+
+
+def gradients(trainer, groups) -> torch.Tensor:
+    """The gradient of a step, before it is applied."""
+    found = {}
+
+    def keep() -> torch.Tensor:
+        found["gradient"] = torch.cat([p.grad.reshape(-1).clone() for p in trainer.backend.parameters.values()])
+        return torch.zeros(())
+
+    trainer.optimizer.step = keep
+    trainer.step(groups)
+    return found["gradient"]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+def test_the_gradient_is_the_same_however_a_step_is_split(new_trainer, aggregation):
+    groups = [make_group(seed) for seed in range(3)]
+    algorithm = GRPO(aggregation=aggregation)
+    learner = {"dtype": "float32", "lr": 1e-3}
+    whole = gradients(new_trainer(algorithm, learner=learner | {"tokens_per_micro_batch": 10_000}), groups)
+    for budget in (60, 25, 1):
+        split = gradients(new_trainer(algorithm, learner=learner | {"tokens_per_micro_batch": budget}), groups)
+        torch.testing.assert_close(split, whole, atol=1e-6 * float(whole.abs().max()) * 10, rtol=1e-4)
+
+
+def test_a_group_of_equal_rewards_adds_nothing_but_counts_in_the_denominator():
+    equal = make_group(5, rewards=[0.3] * 4)
+    batch = step_batch([make_group(1), equal], GRPO(), 0, 12)
+    assert [group.group_id for group in batch.groups] == ["g1"]
+    assert batch.whole.tokens == sum(len(make_group(seed).columns["tokens"]) for seed in (1, 5))
+    assert batch.whole.samples == 8
+
+
+def test_a_sample_without_a_valid_reward_leaves_baseline_and_loss():
+    group = make_group(1, rewards=[0.0, 1.0, 9.0, 1.0])
+    group.columns["reward_status"][2] = RewardStatus.INVALID
+    batch = step_batch([group], GRPO(), 0, 12)
+    assert len(batch.groups[0].tokens) == 3
+    np.testing.assert_allclose(batch.groups[0].advantages.sum(), 0, atol=1e-12)
+    assert batch.whole.samples == 3
+    assert batch.metrics["reward/invalid"] == 0.25
+    assert batch.metrics["reward/mean"] == pytest.approx(2 / 3)
+
+
+def test_staleness_is_weighted_by_tokens():
+    old, new = make_group(1, versions=3), make_group(2, versions=5)
+    metrics = step_batch([old, new], GRPO(), 5, 12).metrics
+    counts = [len(g.columns["tokens"]) for g in (old, new)]
+    assert metrics["staleness/mean"] == pytest.approx(2 * counts[0] / sum(counts))
+    assert metrics["staleness/max"] == 2
+
+
+def test_a_step_moves_version_and_weights(new_trainer):
+    trainer = new_trainer()
+    before = {name: p.detach().clone() for name, p in trainer.backend.parameters.items()}
+    metrics = trainer.step([make_group(seed) for seed in range(3)])
+    assert trainer.version == 1
+    assert metrics["grad_norm"] > 0
+    assert any(not torch.equal(before[name], p) for name, p in trainer.backend.parameters.items())
+
+
+def test_a_step_without_any_advantage_moves_the_version_and_nothing_else(new_trainer):
+    trainer = new_trainer()
+    before = {name: p.detach().clone() for name, p in trainer.backend.parameters.items()}
+    metrics = trainer.step([make_group(seed, rewards=[1.0] * 4) for seed in range(3)])
+    assert (trainer.version, trainer.optimizer.steps, metrics["loss"]) == (1, 1, 0.0)
+    assert all(torch.equal(before[name], p) for name, p in trainer.backend.parameters.items())
+
+
+def test_a_token_without_a_log_prob_counts_as_ratio_one(new_trainer):
+    group = make_group(1)
+    group.columns["behavior_logprobs"][0] = np.nan
+    metrics = new_trainer().step([group])
+    assert metrics["drift/missing"] == 1
+    assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
+
+
+def test_a_loss_that_is_not_finite_names_its_groups(new_trainer):
+    trainer = new_trainer()
+    with torch.no_grad():
+        next(iter(trainer.backend.parameters.values())).fill_(float("nan"))
+    trainer.backend.use_snapshot(None)
+    with pytest.raises(StrettoError, match="the loss of version 1 is nan .*groups g1"):
+        trainer.step([make_group(1)])
+
+
+def with_own_logprobs(trainer, group, shift: float = 0.0):
+    """The group with the log-probs that the trainer's own policy gives its tokens."""
+    from services.learner.batch import GroupBatch
+    from services.learner.packing import micro_batches, pack
+
+    tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
+    batch = GroupBatch("g", group.columns["prompt_tokens"], tokens, logprobs, mask, np.ones(len(tokens)))
+    (rows,) = micro_batches([batch], 10_000)
+    with torch.no_grad():
+        own, _ = trainer.backend.logprobs(pack(rows), 1.0)
+    group.columns["behavior_logprobs"] = own.numpy() + np.float32(shift)
+    return group
+
+
+def test_the_self_check_passes_where_engine_and_learner_agree(new_trainer):
+    trainer = new_trainer()
+    found = trainer.self_check([with_own_logprobs(trainer, make_group(1))])
+    assert found["ratio/max"] == pytest.approx(1, abs=1e-5)
+    assert found["clip_fraction"] == 0
+    assert trainer.version == 0
+
+
+def test_the_self_check_names_the_difference_where_they_do_not(new_trainer):
+    trainer = new_trainer()
+    with pytest.raises(SelfCheckError, match=r"differ by 0\.3 on average .allowed: 0\.001.*Likely causes: another temp"):
+        trainer.self_check([with_own_logprobs(trainer, make_group(1), shift=0.3)])

@@ -1,0 +1,96 @@
+"""Stands in for `python -m stretto` in the launcher's tests: `fake_services.py serve SERVICE …` behaves as it is told.
+
+$FAKE maps an instance to what it does; by default it waits. `crash N`: fails N times, then has the broker end the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from protocol.channel import Server
+from protocol.messages import Drain, Leave, Ok, Status, StatusRequest
+
+
+def option(name: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1]
+
+
+class Broker:
+    """Answers what the launcher asks; ends the run when it drains or when a service leaves."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.done = asyncio.Event()
+
+    async def handle(self, message):
+        match message.body:
+            case Drain(reason=reason) | Leave(instance=reason):
+                self.reason = reason
+                self.done.set()
+                return Ok()
+            case StatusRequest():
+                state = "running" if self.reason is None else "stopped"
+                return Status(status={"state": state, "stop_reason": self.reason, "version": 0})
+
+    async def serve(self, folder: Path) -> None:
+        server = Server("tcp://127.0.0.1:0", self.handle)
+        serving = asyncio.create_task(server.run())
+        aside = folder / "broker.partial"
+        aside.write_text(json.dumps({"address": server.address, "pid": os.getpid()}))
+        aside.rename(folder / "broker.json")
+        await self.done.wait()
+        (folder / "drained_because").write_text(str(self.reason))
+        serving.cancel()
+
+
+async def end_the_run() -> None:
+    from protocol.channel import Client
+
+    await Client(option("--broker")).request(Leave(instance=option("--instance")), Ok)
+
+
+def count(instance: str) -> int:
+    """How often the instance has been started, this time included."""
+    file = Path(os.environ["FAKE_FOLDER"]) / f"{instance}.starts"
+    file.write_text(file.read_text() + "x" if file.exists() else "x")
+    return len(file.read_text())
+
+
+def main() -> None:
+    service = sys.argv[2]
+    if service == "broker":
+        if (says := json.loads(os.environ["FAKE"]).get("broker")) is not None:
+            print(f"broker: {says}", file=sys.stderr)
+            sys.exit(2)
+        asyncio.run(Broker().serve(Path(option("--run-folder"))))
+        return
+    instance = option("--instance")
+    starts = count(instance)
+    what, _, number = json.loads(os.environ["FAKE"]).get(instance, "wait").partition(" ")
+    if what == "config_error":
+        print(f"some library: warning\n{instance}: the key is wrong\n  in two lines", file=sys.stderr)
+        sys.exit(2)
+    if what == "crash" and starts <= int(number):
+        print("x" * 200_000, file=sys.stderr)
+        print(f"{instance}: it fell over", file=sys.stderr)
+        sys.exit(1)
+    if what == "leave_early" and starts == 1:
+        sys.exit(0)
+    if what == "orphan" and starts == 1:
+        # A process of its own that outlives it and holds its output open.
+        orphan = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        (Path(os.environ["FAKE_FOLDER"]) / "orphan").write_text(str(orphan.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what in ("crash", "leave_early", "orphan"):
+        asyncio.run(end_the_run())
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

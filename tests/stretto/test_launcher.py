@@ -1,0 +1,195 @@
+"""The launcher with small fake services as real processes: what is restarted, what ends a run, and that nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.config import RunConfig, parse_config
+from shared.errors import ConfigError, RunStopped
+from stretto import launcher
+from stretto.launcher import LocalRun
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = (sys.executable, str(Path(__file__).parent / "fake_services.py"))
+DEADLINE_S = 20.0
+
+Make = Callable[..., LocalRun]
+
+
+def config_of(folder: Path) -> RunConfig:
+    return parse_config(
+        {
+            "model": "none",
+            "folder": str(folder),
+            "prompts_per_step": 1,
+            "samples_per_prompt": 2,
+            "steps": 1,
+            "data": {"train": "none"},
+            "reward": {"signals": [{"name": "exact", "function": "exact_match"}]},
+        }
+    )
+
+
+@pytest.fixture
+def events() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]) -> Make:
+    """Makes a run whose services behave as told, with pauses of hundredths of a second."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
+    monkeypatch.setattr(launcher, "FIRST_PAUSE_S", 0.01)
+
+    def run_of(**behaviour: str) -> LocalRun:
+        monkeypatch.setenv("FAKE", json.dumps({name.replace("_", "-"): what for name, what in behaviour.items()}))
+        return LocalRun(config_of(tmp_path), tmp_path / "run", on_event=events.append, program=PROGRAM)
+
+    return run_of
+
+
+async def finish(run: LocalRun) -> list[psutil.Process]:
+    """Run to the end; returns all processes that the run had when it had started."""
+    processes: list[psutil.Process] = []
+    async with asyncio.timeout(DEADLINE_S):
+        await run.start()
+        processes += [psutil.Process(pid) for pid in run.pids.values()]
+        await run.wait()
+    return processes
+
+
+def starts(folder: Path, instance: str) -> int:
+    return len((folder / f"{instance}.starts").read_text())
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether all of them end, or are only waiting to be reaped by whoever inherited them."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+async def test_a_service_that_crashes_twice_is_started_again_with_growing_pauses(
+    make: Make, tmp_path: Path, events: list[str]
+) -> None:
+    await finish(make(rollout_0="crash 2"))
+    assert starts(tmp_path, "rollout-0") == 3
+    assert [e for e in events if "it fell over" in e] == [
+        "rollout-0: it fell over; started again in 0.01 s",
+        "rollout-0: it fell over; started again in 0.02 s",
+    ]
+
+
+async def test_a_service_that_leaves_a_running_run_is_started_again(make: Make, tmp_path: Path) -> None:
+    await finish(make(reward_0="leave_early"))
+    assert starts(tmp_path, "reward-0") == 2
+
+
+async def test_a_service_that_never_comes_up_ends_the_run_with_its_own_sentence(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(RunStopped, match="rollout-0: it fell over"):
+        await finish(make(rollout_0="crash 100"))
+    assert starts(tmp_path, "rollout-0") == 1 + launcher.RESTARTS_IN_A_ROW
+
+
+async def test_a_config_error_of_a_service_ends_the_run_without_a_restart(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        await finish(make(reward_0="config_error"))
+    assert str(raised.value) == "reward-0: the key is wrong\n  in two lines"
+    assert starts(tmp_path, "reward-0") == 1
+    assert (tmp_path / "run" / "drained_because").read_text() == str(raised.value)
+
+
+async def test_a_broker_that_cannot_start_ends_the_run_with_its_own_sentence(make: Make) -> None:
+    run = make(broker="the dataset is empty")
+    with pytest.raises(ConfigError, match="^broker: the dataset is empty$"):
+        await finish(run)
+    assert not run.pids
+
+
+async def test_the_death_of_the_broker_ends_the_run_with_a_clear_sentence(make: Make) -> None:
+    run = make()
+    async with asyncio.timeout(DEADLINE_S):
+        await run.start()
+        processes = [psutil.Process(pid) for pid in run.pids.values()]
+        os.kill(run.pids["broker"], signal.SIGKILL)
+        with pytest.raises(RunStopped, match="the broker was ended by SIGKILL"):
+            await run.wait()
+    assert gone(processes)
+
+
+async def test_a_drain_ends_the_run_in_order_and_leaves_no_process(make: Make, tmp_path: Path) -> None:
+    run = make()
+    async with asyncio.timeout(DEADLINE_S):
+        await run.start()
+        processes = [psutil.Process(pid) for pid in run.pids.values()]
+        await run.drain("asked to")
+        await run.wait()
+    assert (tmp_path / "run" / "drained_because").read_text() == "asked to"
+    assert len(processes) == 5 and gone(processes)
+
+
+async def test_a_kill_ends_the_run_at_once_and_leaves_no_process(make: Make) -> None:
+    run = make()
+    async with asyncio.timeout(DEADLINE_S):
+        await run.start()
+        processes = [psutil.Process(pid) for pid in run.pids.values()]
+        await run.kill()
+        with pytest.raises(RunStopped, match="killed"):
+            await run.wait()
+    assert gone(processes)
+
+
+async def test_a_run_that_is_drained_while_it_starts_ends(make: Make) -> None:
+    run = make()
+    async with asyncio.timeout(DEADLINE_S):
+        starting = asyncio.create_task(run.start())
+        await asyncio.sleep(0)  # let it begin
+        await run.drain("changed my mind")
+        with pytest.raises(RunStopped):
+            await starting
+    assert not run.pids
+
+
+async def test_what_a_dead_service_left_behind_neither_delays_its_restart_nor_stays(make: Make, tmp_path: Path) -> None:
+    await finish(make(reward_0="orphan"))
+    assert starts(tmp_path, "reward-0") == 2
+    orphan = int((tmp_path / "orphan").read_text())
+    assert not psutil.pid_exists(orphan) or gone([psutil.Process(orphan)])
+
+
+LAUNCH = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_launcher import PROGRAM, config_of
+from stretto.launcher import LocalRun
+
+async def main():
+    folder = Path({folder!r})
+    run = LocalRun(config_of(folder), folder / "run", program=PROGRAM)
+    await run.start()
+    print(*run.pids.values(), flush=True)
+    await run.wait()
+
+asyncio.run(main())
+"""
+
+
+def test_the_services_die_with_a_launcher_that_is_killed(make: Make, tmp_path: Path) -> None:
+    make()  # sets the environment
+    script = LAUNCH.format(here=str(Path(__file__).parent), folder=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        services = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.kill()
+    assert len(services) == 5 and gone(services)
