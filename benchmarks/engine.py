@@ -76,7 +76,8 @@ async def embedded_s(engine: EmbeddedEngine, work: Work) -> float:
 
 async def measure(folder: str, rounds: int) -> list[dict[str, Any]]:
     """Best times of each work, the two taking turns."""
-    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    peer: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    peer.eval()
     engine = EmbeddedEngine.load(folder, dtype="bfloat16", max_samples=64, initial_version=0)
     results = []
     for work in WORKS:

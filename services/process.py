@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import signal
 import sys
 from collections.abc import Coroutine
@@ -13,6 +15,9 @@ import uvloop
 
 from shared.errors import StrettoError
 from shared.log import configure_logging, log
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 def run_service(service: str, instance: str, work: Coroutine[Any, Any, None], log_file: Path | None) -> int:
@@ -43,3 +48,13 @@ async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     await task
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends; `parent` is that thread's process.
+
+    A process that is killed itself cannot end what it started.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)

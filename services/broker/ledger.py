@@ -234,7 +234,7 @@ class Ledger:
             work = entry.work[stage]
             outcomes.append(Returned(group_id, stage, work.holder, reason))
             outcomes += self._failed(entry, stage, work, f"{work.holder}: {reason}", retry=True)
-        return outcomes
+        return outcomes + self._drop_stale()
 
     def _failed(self, entry: Entry, stage: str, work: Work, error: str, *, retry: bool) -> list[Outcome]:
         work.errors.append(error[:MAX_ERROR_CHARACTERS])

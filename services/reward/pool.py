@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import signal as signals
 import sys
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -11,6 +12,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from services.process import die_with
 from services.reward.signals import Function, Score, invalid, read_answer
 from shared.config import Signal
 
@@ -26,7 +28,7 @@ class WorkerPool:
         self._pool = ProcessPool(
             max_workers=workers,
             initializer=_load_functions,
-            initargs=[functions, sys.path],
+            initargs=[functions, sys.path, os.getpid()],
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -46,9 +48,10 @@ class WorkerPool:
         self._pool.join()
 
 
-def _load_functions(functions: list[Signal], path: list[str]) -> None:
+def _load_functions(functions: list[Signal], path: list[str], parent: int) -> None:
     """In a new worker: load the functions by reference. The parent decides when it ends."""
     signals.signal(signals.SIGINT, signals.SIG_IGN)
+    die_with(parent)
     sys.path[:] = path
     _loaded.update({signal.name: Function(signal) for signal in functions})
 

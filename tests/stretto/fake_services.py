@@ -13,44 +13,40 @@ import subprocess
 import sys
 from pathlib import Path
 
-from protocol.channel import Server
-from protocol.messages import Drain, Leave, Ok, Status, StatusRequest
-
 
 def option(name: str) -> str:
     return sys.argv[sys.argv.index(name) + 1]
 
 
-class Broker:
-    """Answers what the launcher asks; ends the run when it drains or when a service leaves."""
+async def serve_broker(folder: Path) -> None:
+    """Answer what the launcher asks; end the run when it drains or when a service leaves."""
+    from protocol.channel import Server
+    from protocol.messages import Drain, Leave, Ok, Status, StatusRequest
 
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self.done = asyncio.Event()
+    done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def handle(self, message):
+    async def handle(message):
         match message.body:
             case Drain(reason=reason) | Leave(instance=reason):
-                self.reason = reason
-                self.done.set()
+                if not done.done():
+                    done.set_result(reason)
                 return Ok()
             case StatusRequest():
-                state = "running" if self.reason is None else "stopped"
-                return Status(status={"state": state, "stop_reason": self.reason, "version": 0})
+                stop_reason = done.result() if done.done() else None
+                return Status(status={"state": "running", "stop_reason": stop_reason, "version": 0})
 
-    async def serve(self, folder: Path) -> None:
-        server = Server("tcp://127.0.0.1:0", self.handle)
-        serving = asyncio.create_task(server.run())
-        aside = folder / "broker.partial"
-        aside.write_text(json.dumps({"address": server.address, "pid": os.getpid()}))
-        aside.rename(folder / "broker.json")
-        await self.done.wait()
-        (folder / "drained_because").write_text(str(self.reason))
-        serving.cancel()
+    server = Server("tcp://127.0.0.1:0", handle)
+    serving = asyncio.create_task(server.run())
+    aside = folder / "broker.partial"
+    aside.write_text(json.dumps({"address": server.address, "pid": os.getpid()}))
+    aside.rename(folder / "broker.json")
+    (folder / "drained_because").write_text(await done)
+    serving.cancel()
 
 
 async def end_the_run() -> None:
     from protocol.channel import Client
+    from protocol.messages import Leave, Ok
 
     await Client(option("--broker")).request(Leave(instance=option("--instance")), Ok)
 
@@ -68,7 +64,7 @@ def main() -> None:
         if (says := json.loads(os.environ["FAKE"]).get("broker")) is not None:
             print(f"broker: {says}", file=sys.stderr)
             sys.exit(2)
-        asyncio.run(Broker().serve(Path(option("--run-folder"))))
+        asyncio.run(serve_broker(Path(option("--run-folder"))))
         return
     instance = option("--instance")
     starts = count(instance)

@@ -47,10 +47,11 @@ def events() -> list[str]:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]) -> Make:
-    """Makes a run whose services behave as told, with pauses of hundredths of a second."""
+    """Makes a run whose services behave as told; they never leave by themselves."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
     monkeypatch.setattr(launcher, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(launcher, "STOP_S", 0.1)
 
     def run_of(**behaviour: str) -> LocalRun:
         monkeypatch.setenv("FAKE", json.dumps({name.replace("_", "-"): what for name, what in behaviour.items()}))

@@ -1,1 +1,1 @@
-"""The default engine: transformers models, no vLLM needed."""
+"""The embedded engine: transformers models, decoded by a loop of our own."""

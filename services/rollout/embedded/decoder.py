@@ -91,11 +91,11 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> None:
         """Start what there is room for, then take one token for every sample."""
+        self.steps += 1
         if groups := self._admit():
             self._start(groups)
         if self._cache.rows:
             self._advance()
-        self.steps += 1
 
     def _admit(self) -> list[Group]:
         """The groups that start now: first come, first served, while there are places."""

@@ -52,8 +52,9 @@ class EmbeddedEngine:
         self._decoder = Decoder(model, vocabulary, max_samples=max_samples, max_context=max_context, version=version)
         self._outbox: list[_Command] = []
         self._inbox: queue.SimpleQueue[list[_Command] | None] = queue.SimpleQueue()
-        self._open: dict[asyncio.Future[Any], str] = {}
-        self._ended: StrettoError | None = None
+        self._open: dict[asyncio.Future[Any], str | None] = {}
+        self._ended = ""
+        self._busy = False
         self._busy_s = 0.0
         self._swaps = 0
         self._thread = threading.Thread(target=self._run, name="embedded engine", daemon=True)
@@ -70,7 +71,7 @@ class EmbeddedEngine:
         tokenizer: str | None = None,
         initial_version: int | None = None,
     ) -> EmbeddedEngine:
-        """Load a model folder. Its weights give the layout; they generate only where `initial_version` says which they are.
+        """Load a model folder. Its weights give the layout; they generate only where `initial_version` names them.
 
         dtype: float32, bfloat16 or float16. max_samples: samples decoded at once. max_context: most tokens of prompt
         and sample, by default the model's own limit. tokenizer: folder, by default the model's.
@@ -80,7 +81,7 @@ class EmbeddedEngine:
         limit: int = model.config.get_text_config().max_position_embeddings
         if max_context is not None and max_context > limit:
             raise ConfigError(
-                f"rollout.max_context is {max_context}, but the model {folder} was made for {limit} tokens"
+                f"rollout.max_context is {max_context}, but the model {folder} was made for {limit} tokens: lower it"
             )
         return cls(
             model,
@@ -101,7 +102,7 @@ class EmbeddedEngine:
         Raises DataError where the prompt does not fit or holds unknown tokens, StrettoError before the first swap,
         for an id that is in flight already, after `close`, and after a failure of the engine.
         """
-        self._check_tokens(request.prompt_tokens, f"prompt of {request.request_id}")
+        self._check_prompt(request)
         if self.version < 0:
             raise StrettoError(f"{request.request_id} came before the engine had any weights of the run: swap first")
         if request.request_id in self._open.values():
@@ -109,15 +110,16 @@ class EmbeddedEngine:
         future = self._future(request.request_id)
         self._send(future, lambda: self._decoder.submit(request, lambda samples: self._settle(future, samples)))
         try:
-            return await future
+            samples: list[Sample] = await future
         except asyncio.CancelledError:
-            if self._ended is None:
-                self._post("abort", lambda: self._decoder.abort(request.request_id))
+            if not self._ended:
+                self._post(lambda: self._decoder.abort(request.request_id))
             raise
+        return samples
 
     async def abort(self, request_id: str) -> None:
         """End the samples of a request; its `generate` returns what there is, with FinishReason.ABORTED."""
-        await self._post("abort", lambda: self._decoder.abort(request_id))
+        await self._post(lambda: self._decoder.abort(request_id))
 
     async def swap(self, weights: Weights) -> float:
         """Use new weights from the next step on. Returns the seconds between two steps that it took.
@@ -132,14 +134,18 @@ class EmbeddedEngine:
             self._swaps += 1
             return time.perf_counter() - start
 
-        pause_s: float = await self._post("swap", flip)
+        pause_s: float = await self._post(flip)
         return pause_s
 
     async def score(self, tokens: list[int]) -> np.ndarray:
         """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1. Raises DataError."""
-        self._check_tokens(tokens[:-1], "sequence to score")
-        self._check_tokens(tokens[-1:], "sequence to score")
-        logprobs: np.ndarray = await self._post("score", lambda: self._decoder.score(tokens))
+        if not 2 <= len(tokens) <= self._decoder.max_context:
+            raise DataError(
+                f"a sequence to score has {len(tokens)} tokens; it must have from 2 to {self._decoder.max_context} "
+                "(rollout.max_context)"
+            )
+        self._check_tokens(tokens, "a sequence to score")
+        logprobs: np.ndarray = await self._post(lambda: self._decoder.score(tokens))
         return logprobs
 
     def stats(self) -> dict[str, float]:
@@ -163,29 +169,34 @@ class EmbeddedEngine:
         if self._thread.is_alive():
             raise StrettoError(f"the engine's thread did not end within {CLOSE_S:.0f} s: a decoding step hangs")
 
-    def _check_tokens(self, tokens: list[int], what: str) -> None:
-        limit = self._decoder.max_context - 1
-        if not 1 <= len(tokens) <= limit:
+    def _check_prompt(self, request: Request) -> None:
+        length, limit = len(request.prompt_tokens), self._decoder.max_context - 1
+        if not 1 <= length <= limit:
             raise DataError(
-                f"{what} has {len(tokens)} tokens; there must be at least 1 and, to leave room for an answer, at most "
-                f"{limit} (rollout.max_context - 1): leave out such rows or raise rollout.max_context"
+                f"the prompt of {request.request_id} has {length} tokens; there must be at least 1 and, to leave room "
+                f"for an answer, at most {limit} (rollout.max_context - 1): shorten it or raise rollout.max_context"
             )
+        self._check_tokens(request.prompt_tokens, f"the prompt of {request.request_id}")
+
+    def _check_tokens(self, tokens: list[int], what: str) -> None:
         size = self.model.config.get_text_config().vocab_size
         if not 0 <= min(tokens) <= max(tokens) < size:
             raise DataError(f"{what} has token ids outside of the model's vocabulary of {size}: wrong tokenizer?")
 
-    def _future(self, name: str) -> asyncio.Future[Any]:
-        """A future that fails with the engine, named in `_open` until it is done."""
-        if self._ended is not None:
-            raise self._ended
+    def _future(self, request_id: str | None = None) -> asyncio.Future[Any]:
+        """A future that fails with the engine; it is in `_open` until it is done."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._open[future] = name
+        self._open[future] = request_id
+        # Looked at after the future is in `_open`: the thread writes first and then goes through `_open`.
+        if self._ended:
+            del self._open[future]
+            raise StrettoError(self._ended)
         future.add_done_callback(lambda done: self._open.pop(done, None))
         return future
 
-    def _post(self, name: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
+    def _post(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         """Have the thread call `work` between two steps; the future gets what it returns."""
-        future = self._future(name)
+        future = self._future()
         self._send(future, lambda: self._settle(future, work()))
         return future
 
@@ -202,30 +213,28 @@ class EmbeddedEngine:
     # From here on: the engine's thread.
 
     def _run(self) -> None:
-        ended = StrettoError("the engine was closed")
+        ended = "the engine was closed"
         try:
             while self._obey():
                 start = time.perf_counter()
                 self._decoder.step()
                 self._busy_s += time.perf_counter() - start
-                if self._decoder.idle:
-                    self.on_state(False)
-        except Exception as error:  # whatever it is, all that wait must hear of it
+                self._tell_state()
+        except Exception as error:  # whatever it is, all who wait must hear of it
             log.exception("the embedded engine failed")
-            ended = StrettoError(
+            ended = (
                 f"the embedded engine failed with {type(error).__name__}: {error} ({self._decoder.samples_in_flight} "
-                f"samples in flight, {self._decoder.samples_waiting} waiting); it generates no more: restart the rollout"
+                f"samples in flight, {self._decoder.samples_waiting} waiting) and generates no more: restart the rollout"
             )
         self._ended = ended
         for future in list(self._open):
-            self._settle(future, ended)
+            self._settle(future, StrettoError(ended))
 
     def _obey(self) -> bool:
-        """Do what was asked for, waiting for it while there is nothing to decode. False: end."""
+        """Do what was asked for; while there is nothing to decode, wait for it. False: end."""
         while True:
-            was_idle = self._decoder.idle
             try:
-                commands = self._inbox.get(block=was_idle)
+                commands = self._inbox.get(block=self._decoder.idle)
             except queue.Empty:
                 return True
             if commands is None:
@@ -235,8 +244,13 @@ class EmbeddedEngine:
                     command.work()
                 except StrettoError as error:
                     self._settle(command.future, error)
-            if was_idle and not self._decoder.idle:
-                self.on_state(True)
+            self._tell_state()
+
+    def _tell_state(self) -> None:
+        busy = not self._decoder.idle
+        if busy != self._busy:
+            self._busy = busy
+            self.on_state(busy)
 
     def _settle(self, future: asyncio.Future[Any], result: Any) -> None:
         """Give a future its result or error, in its own loop; nothing where nobody waits any more."""

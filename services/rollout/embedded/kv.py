@@ -102,6 +102,7 @@ class KVCache:
         if group.length_class not in self._classes:
             self._classes[group.length_class] = PromptClass(self._shape)
         self._classes[group.length_class].add(group)
+        self._layout = None
 
     def store_prompt(self, group: Group, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep one layer of a prompt: keys, values [K, P, D]."""
@@ -115,6 +116,7 @@ class KVCache:
         stored.remove(group)
         if not stored.groups:
             del self._classes[group.length_class]
+        self._layout = None
 
     def add_row(self, sequence: Sequence) -> None:
         """A sample is decoded from now on, in a row after the others."""

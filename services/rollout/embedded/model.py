@@ -18,10 +18,12 @@ def load_model(folder: str, dtype: str) -> Any:
     """
     try:
         # dtype= and not .to(): that would also cast the rotary frequencies, and positions would drift.
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+        )
     except (OSError, ValueError) as error:
         raise DataError(f"cannot load the model {folder}: {error}") from error
-    model = model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
     _check(model, folder)
     return model
 
@@ -44,13 +46,13 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 @torch.inference_mode()
 def _check(model: Any, folder: str) -> None:
-    """One token through the model: does every layer attend the engine's way?"""
+    """Raise DataError where not every layer of the model attends the engine's way."""
     seen: set[int] = set()
     prompt = PromptPass([1], lambda number, layer, keys, values: seen.add(layer))
     model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False, attend=prompt.attend)
     layers = model.config.get_text_config().num_hidden_layers
     if seen != set(range(layers)):
         raise DataError(
-            f"the model {folder} ({type(model).__name__}) used the engine's attention in {len(seen)} of {layers} layers: "
-            "it is of a kind that the embedded engine cannot run"
+            f"the model {folder} ({type(model).__name__}) used the engine's attention in {len(seen)} of {layers} "
+            "layers: it is of a kind that the embedded engine cannot run"
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shared.config import Sampling
+from shared.errors import WeightsError
 
 
 def draw(logits: Tensor, uniforms: Sequence[float], samplings: Sequence[Sampling]) -> tuple[list[int], list[float]]:
@@ -21,7 +22,7 @@ def draw(logits: Tensor, uniforms: Sequence[float], samplings: Sequence[Sampling
     A token is the inverse of the cumulative distribution at its uniform; the distribution is the softmax of
     logits / temperature, then cut to the top_k tokens, then to top_p, then renormalised, all in float32. The log-prob
     is under that distribution. At temperature 0 the token is the most likely one and its log-prob is under the plain
-    softmax (temperature 1, nothing cut).
+    softmax (temperature 1, nothing cut). Raises WeightsError where logits are not finite.
     """
     logits = logits.float()
     if any(s.temperature not in (0.0, 1.0) for s in samplings):
@@ -33,7 +34,7 @@ def draw(logits: Tensor, uniforms: Sequence[float], samplings: Sequence[Sampling
     greedy = [s.temperature == 0 for s in samplings]
     if all(greedy):
         chosen, tokens = weights.max(-1)
-        return tokens.tolist(), chosen.log().tolist()
+        return tokens.tolist(), _finite(chosen).log().tolist()
     tokens, total = _invert(weights, torch.tensor(uniforms, dtype=torch.float32))
     if any(greedy):
         tokens = torch.where(torch.tensor(greedy), weights.argmax(-1), tokens)
@@ -50,17 +51,25 @@ def _cut(weights: Tensor, sampling: Sampling) -> Tensor:
     return torch.zeros_like(weights).scatter_(0, tokens, kept)
 
 
+def _finite(probabilities: Tensor) -> Tensor:
+    if not probabilities.isfinite().all():
+        raise WeightsError(
+            "the model's logits are not finite: its weights hold NaN or infinity, or its dtype overflows"
+        )
+    return probabilities
+
+
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """[S] int64 tokens at which the cumulative weights reach uniforms × total, and [S] the totals.
 
     In two levels, the sums of blocks first: a cumulative sum over a whole vocabulary is slow and loses digits.
-    A token of weight 0 is never returned.
+    A token of weight 0 is never returned. Raises WeightsError where weights are not finite.
     """
     rows, vocabulary = weights.shape
     size = math.gcd(vocabulary, 256)
     blocks = weights.view(rows, -1, size)
     ends = blocks.sum(-1).cumsum(-1)
-    total = ends[:, -1]
+    total = _finite(ends[:, -1])
     aim = (uniforms * total)[:, None]
     block = torch.searchsorted(ends, aim)
     start = torch.nn.functional.pad(ends, (1, 0)).gather(-1, block)

@@ -182,6 +182,15 @@ def test_nobody_overtakes_a_large_request_that_waits(make: Any) -> None:
     assert list(run.finish()) == ["first", "large", "small"]
 
 
+def test_a_longer_prompt_that_comes_and_goes_in_one_step_disturbs_nobody(make: Any) -> None:
+    disturbed, alone = Run(make()), Run(make())
+    for run in (disturbed, alone):
+        run.submit("a", SHORT, 3, WARM)
+        run.decoder.step()
+    disturbed.submit("b", MIDDLE, 1, WARM.model_copy(update={"max_tokens": 1}))
+    same(disturbed.finish()["a"], alone.finish()["a"])
+
+
 def test_memory_goes_with_the_last_sample(make: Any) -> None:
     run = Run(make())
     run.submit("a", LONG, 4, WARM)

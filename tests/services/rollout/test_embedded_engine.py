@@ -144,8 +144,12 @@ async def test_abort_ends_a_request_in_flight(engine: EmbeddedEngine, gate: Call
     while engine.stats()["steps"] < 1:
         await asyncio.sleep(0)
     await engine.abort("unknown")
+    states: list[bool] = []
+    engine.on_state = states.append
     await engine.abort("a")
     assert [(len(s.tokens), s.finish_reason) for s in await answer] == [(2, FinishReason.ABORTED)] * 2
+    await engine.score(PROMPT)
+    assert states == [False]
 
 
 async def test_a_cancelled_request_frees_its_places(engine: EmbeddedEngine, gate: Callable[[int], None]) -> None:
@@ -203,3 +207,10 @@ def test_a_context_beyond_the_models_limit_is_refused(folder: str) -> None:
 def test_a_folder_without_a_model_is_refused(tmp_path: object) -> None:
     with pytest.raises(DataError, match="cannot load the model"):
         EmbeddedEngine.load(str(tmp_path), dtype="float32", max_samples=2)
+
+
+@pytest.mark.parametrize("tokens", [[5], [5] * 101, [5, 260]])
+async def test_a_sequence_that_cannot_be_scored_is_refused(engine: EmbeddedEngine, tokens: list[int]) -> None:
+    with pytest.raises(DataError, match="sequence to score"):
+        await engine.score(tokens)
+    assert len(await engine.score([5] * 100)) == 99

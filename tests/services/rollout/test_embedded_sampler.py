@@ -8,6 +8,7 @@ import torch
 
 from services.rollout.embedded.sampler import draw
 from shared.config import Sampling
+from shared.errors import WeightsError
 
 V = 260
 
@@ -85,3 +86,10 @@ def test_any_size_of_vocabulary_is_sampled_by_its_probabilities(vocabulary: int)
     tokens, _ = draw(logits.expand(50, -1), uniforms, [Sampling()] * 50)
     expected = np.searchsorted(cumulative, uniforms)
     assert np.abs(cumulative[tokens] - cumulative[expected]).max() < 2e-6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(logits: torch.Tensor, temperature: float) -> None:
+    logits[2, 5] = float("nan")
+    with pytest.raises(WeightsError, match="not finite"):
+        draw(logits, [0.5] * 5, [Sampling(temperature=temperature)] * 5)
