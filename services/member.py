@@ -32,7 +32,7 @@ from shared.log import log
 State = Literal["STARTING", "STALE", "SERVING", "DRAINING", "DEAD"]
 Answer = TypeVar("Answer", bound=Body)
 
-JOIN_DEADLINE_S = 60.0
+JOIN_DEADLINE_S = float(os.environ.get("STRETTO_JOIN_S", "60"))
 CLEANUP_S = 5.0
 
 

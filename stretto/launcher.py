@@ -187,7 +187,8 @@ class LocalRun:
             pause_s = FIRST_PAUSE_S * 2 ** (failures - 1)
             self._on_event(f"{words}; started again in {pause_s:g} s")
             await asyncio.sleep(pause_s)
-            await self._spawn(instance)
+            if not await self._is_over():
+                await self._spawn(instance)
 
     async def _is_over(self) -> bool:
         """Whether the run ends or has ended, so that a service may leave."""

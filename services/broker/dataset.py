@@ -109,7 +109,11 @@ def _check_prompt(row: dict[str, Any], number: int, source: str, prompt_field: s
     if content is None:
         raise DataError(f"{source}, row {number}: no field {prompt_field!r}; it has {', '.join(row) or 'nothing'}")
     chat = isinstance(content, list) and content
-    if not chat or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in content):
+    if not chat or not all(isinstance(m, dict) and _is_text(m, "role") and _is_text(m, "content") for m in content):
         raise DataError(
             f"{source}, row {number}: {prompt_field!r} should be text or a list of messages with role and content"
         )
+
+
+def _is_text(message: dict[str, Any], name: str) -> bool:
+    return isinstance(message.get(name), str)

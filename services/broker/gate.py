@@ -1,8 +1,8 @@
-"""The gate: how many training groups the ledger may admit, and how old the weights may be that generate them."""
+"""The gate: how many training groups the ledger may admit, how old they may be, and when an update has to wait."""
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared.config import RunConfig
@@ -35,47 +35,28 @@ class Policy:
             lease_s=config.broker.lease_s,
         )
 
-
-class Gate:
-    """Slots: one for each group that will ever be trained, `prompts_per_step` a version, in their order.
-
-    A group takes the lowest free slot. One that is dropped or dies gives its slot back, so another takes its place.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._next = 0
-        self._free: list[int] = []
-
-    def room(self, version: int, in_flight: int) -> int:
-        """How many groups may be admitted at a version, `in_flight` being in memory.
+    def room(self, version: int, training: int, in_flight: int) -> int:
+        """How many training groups may be admitted at a version, with so many of them in flight, and of all lanes.
 
         At most (version + max_staleness + 1) · prompts_per_step are ever admitted, dropped and dead ones not counted,
         never more than the run will train, and never more in flight than memory is meant for.
         """
-        steps = min(version + self._policy.max_staleness + 1, self._policy.total_steps)
-        open_slots = steps * self._policy.prompts_per_step - self._next + len(self._free)
-        return max(0, min(open_slots, self._policy.max_in_flight_groups - in_flight))
+        steps = min(version + self.max_staleness + 1, self.total_steps) - version
+        return max(0, min(steps * self.prompts_per_step - training, self.max_in_flight_groups - in_flight))
 
-    def take(self) -> int:
-        """A slot; the caller has made sure that there is room."""
-        if self._free:
-            return heapq.heappop(self._free)
-        self._next += 1
-        return self._next - 1
+    def min_version(self, version: int, training: int) -> int:
+        """The oldest weights that may generate the next group, so that it is not too stale when its turn comes.
 
-    def give_back(self, slot: int) -> None:
-        """The group that had the slot will not be trained."""
-        heapq.heappush(self._free, slot)
-
-    def min_version(self, slot: int, version: int) -> int:
-        """The oldest policy version that may generate a slot's group, so that it is not too stale when its turn comes.
-
-        A slot that was given back is trained at `version` at the earliest, however early its first turn was.
+        Its turn is the update after those that the `training` groups in flight before it are enough for.
         """
-        turn = max(slot // self._policy.prompts_per_step, version)
-        return max(0, turn - self._policy.max_staleness)
+        return max(0, version + training // self.prompts_per_step - self.max_staleness)
 
-    def start_at(self, version: int) -> None:
-        """All slots before a version's were used in the run that goes on."""
-        self._next = version * self._policy.prompts_per_step
+    def in_time(self, version: int, oldest_versions: Iterable[int]) -> bool:
+        """Whether the groups that an update of `version` leaves behind can all be trained before they are too stale.
+
+        oldest_versions: of each group, the oldest that it has tokens of or may get. They are trained oldest first.
+        """
+        return all(
+            version + 1 + place // self.prompts_per_step - oldest <= self.max_staleness
+            for place, oldest in enumerate(sorted(oldest_versions))
+        )

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.broker.columns import check_columns
-from services.broker.gate import Gate, Policy
+from services.broker.gate import Policy
 from services.broker.outcomes import Dead, Dropped, Evaluated, Outcome, Returned, SystematicFault
 from shared.errors import ProtocolError
 from shared.graph import Stage
@@ -35,16 +35,14 @@ class Work:
 
 @dataclass(slots=True)
 class Entry:
-    """A group in the ledger: its place in the order, and its work at the stages that are ready and not done.
+    """A group in the ledger, and its work at the stages that are ready and not done.
 
-    slot: place of a training group among all that will ever be trained; number: order of admission.
-    scheduled: version that an evaluation group was made for.
+    number: order of admission; admitted_at: version at that time, which is the one an evaluation group is for.
     """
 
     group: TrajectoryGroup
     number: int
-    slot: int
-    scheduled: int
+    admitted_at: int
     work: dict[str, Work] = field(default_factory=dict)
 
 
@@ -71,7 +69,6 @@ class Ledger:
         self._queues: dict[str, dict[str, Entry]] = {name: {} for name in self._stages}
         self._leases: dict[str, tuple[str, str]] = {}
         self._next_number = 0
-        self._gate = Gate(policy)
         self._deaths_in_row: Counter[str] = Counter()
         self._counts: dict[Lane, Counter[str]] = {"train": Counter(), "eval": Counter()}
 
@@ -79,18 +76,17 @@ class Ledger:
 
     def room(self) -> int:
         """How many training groups the gate admits now."""
-        return self._gate.room(self.version, len(self._entries))
+        return self.policy.room(self.version, self._in_flight("train"), len(self._entries))
 
     def admit(self, lane: Lane, prompt: Prompt) -> TrajectoryGroup:
         """A new group for a prompt. The caller has made sure that there is `room` for a training group."""
         number = self._next_number
         self._next_number += 1
-        slot, min_version = -1, self.version
+        min_version = self.version
         if lane == "train":
-            slot = self._gate.take()
-            min_version = self._gate.min_version(slot, self.version)
+            min_version = self.policy.min_version(self.version, self._in_flight("train"))
         group = TrajectoryGroup(f"g{number:08d}", lane, prompt, min_version)
-        self._entries[group.group_id] = entry = Entry(group, number, slot, self.version)
+        self._entries[group.group_id] = entry = Entry(group, number, self.version)
         self._counts[lane]["admitted"] += 1
         self._open_stages(entry)
         return group
@@ -140,7 +136,7 @@ class Ledger:
     def _order(self, entry: Entry) -> tuple[int, int]:
         """Training goes before evaluation while the evaluated version is the newest; version 0 is evaluated first."""
         evaluation = entry.group.lane == "eval"
-        late = entry.scheduled < self.version or entry.scheduled == 0
+        late = entry.admitted_at < self.version or entry.admitted_at == 0
         return (0 if evaluation and late else 2 if evaluation else 1, entry.number)
 
     def _batch(self, min_groups: int, max_groups: int) -> list[Entry]:
@@ -149,18 +145,15 @@ class Ledger:
             self._queues[self._last.name].values(), key=lambda entry: (entry.group.oldest_version(), entry.number)
         )
         chosen = ready[:max_groups]
-        if len(ready) < min_groups or (self.policy.on_stale == "wait" and self._must_wait(chosen)):
+        if len(ready) < min_groups or (self.policy.on_stale == "wait" and not self._leaves_in_time(chosen)):
             return []
         return chosen
 
-    def _must_wait(self, chosen: list[Entry]) -> bool:
-        """Whether a group that is not chosen could be too stale for the next update."""
+    def _leaves_in_time(self, chosen: list[Entry]) -> bool:
+        """Whether all training groups that are not chosen can still be trained before they are too stale."""
         numbers = {entry.number for entry in chosen}
-        return any(
-            self.version + 1 - entry.group.oldest_version() > self.policy.max_staleness
-            for entry in self._entries.values()
-            if entry.group.lane == "train" and entry.number not in numbers
-        )
+        left = [e for e in self._entries.values() if e.group.lane == "train" and e.number not in numbers]
+        return self.policy.in_time(self.version, (entry.group.oldest_version() for entry in left))
 
     def _grant(self, entry: Entry, stage: str, holder: str, now: float) -> Grant:
         work = entry.work[stage]
@@ -200,7 +193,7 @@ class Ledger:
         if entry.group.lane == "eval" and not entry.work:
             del self._entries[group_id]
             self._counts["eval"]["consumed"] += 1
-            return [Evaluated(entry.group, entry.scheduled)]
+            return [Evaluated(entry.group, entry.admitted_at)]
         return self._drop_stale()
 
     def fail(self, group_id: str, lease_id: str, error: str, *, retry: bool) -> list[Outcome]:
@@ -290,7 +283,6 @@ class Ledger:
         if self._next_number or not 0 <= version <= self.policy.total_steps:
             raise ProtocolError("bad_header", f"the run cannot go on at version {version}: it has begun, or is shorter")
         self.version = version
-        self._gate.start_at(version)
         self.lineage += 1
         return self.lineage
 
@@ -335,13 +327,11 @@ class Ledger:
         del entry.work[stage]
 
     def _remove(self, entry: Entry, account: str) -> None:
-        """Take a group out; a training group gives its slot back."""
+        """Take a group out, which leaves room for another."""
         for stage, work in list(entry.work.items()):
             self._close(entry, stage, work)
         del self._entries[entry.group.group_id]
         self._counts[entry.group.lane][account] += 1
-        if entry.group.lane == "train":
-            self._gate.give_back(entry.slot)
 
     def accounts(self) -> dict[str, dict[str, int | dict[str, int]]]:
         """Groups by lane: admitted, consumed, dropped (by reason), dead, queued and leased (by stage)."""
@@ -361,19 +351,20 @@ class Ledger:
             "consumed": counts["consumed"],
             "dropped": {n.removeprefix("dropped: "): c for n, c in counts.items() if n.startswith("dropped: ")},
             "dead": counts["dead"],
-            "in_flight": sum(entry.group.lane == lane for entry in self._entries.values()),
+            "in_flight": self._in_flight(lane),
             "queued": dict(queued),
             "leased": dict(leased),
         }
 
     def balance(self) -> dict[Lane, int]:
         """Admitted groups that are neither consumed, dropped, dead nor in flight, by lane: 0, or there is a fault."""
-        out: dict[Lane, int] = {}
-        for lane, counts in self._counts.items():
-            gone = sum(count for name, count in counts.items() if name != "admitted")
-            here = sum(entry.group.lane == lane for entry in self._entries.values())
-            out[lane] = counts["admitted"] - gone - here
-        return out
+        return {
+            lane: counts["admitted"] - (counts.total() - counts["admitted"]) - self._in_flight(lane)
+            for lane, counts in self._counts.items()
+        }
+
+    def _in_flight(self, lane: Lane) -> int:
+        return sum(entry.group.lane == lane for entry in self._entries.values())
 
     def waiting(self, stage: str) -> Counter[Lane]:
         """How many groups of each lane nobody works on yet at a stage that is ready for them."""

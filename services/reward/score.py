@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from services.reward.pool import WorkerPool
-from services.reward.signals import Function, Score, arguments_of, invalid, read_answer
+from services.reward.signals import Function, Score, arguments_of, finite, invalid, read_answer
 from shared.config import Reward
 from shared.errors import StrettoError
 from shared.group import Columns, RewardStatus, TrajectoryGroup, ragged_text
@@ -24,14 +25,19 @@ class Scorer:
         """Loads the functions. Raises PluginError or ConfigError where one cannot be."""
         self._reward = reward
         self._functions = {signal.name: Function(signal) for signal in reward.signals}
+        self._weights = {signal.name: signal.weight for signal in reward.signals}
         self._pool: WorkerPool | None = None
         self._async_room = asyncio.Semaphore(ASYNC_AT_ONCE)
 
     async def start(self) -> None:
-        """Start the workers."""
+        """Start the workers and make what is called. Raises StrettoError where that fails."""
         blocking = [f.signal for f in self._functions.values() if not f.is_async]
+        for function in self._functions.values():
+            if function.is_async:
+                function.prepare()
         if blocking:
             self._pool = WorkerPool(blocking, self._reward.workers, self._reward.timeout_s)
+            await self._pool.start()
 
     async def score(self, group: TrajectoryGroup) -> Columns:
         """The columns of the reward stage.
@@ -44,7 +50,7 @@ class Scorer:
         by_sample = [
             dict(zip(names, scores[i : i + len(names)], strict=True)) for i in range(0, len(scores), len(names))
         ]
-        rewards = [self._combine(sample) for sample in by_sample]
+        rewards = [combine(sample, self._weights) for sample in by_sample]
         if all(reward.status is not RewardStatus.OK for reward in rewards):
             reason, count = Counter(reward.reason for reward in rewards).most_common(1)[0]
             raise StrettoError(f"no sample has a valid reward; {count} of {len(rewards)}: {reason}")
@@ -57,6 +63,11 @@ class Scorer:
             columns[f"signal/{name}"] = np.array([s[name].value for s in by_sample], dtype="f4")
             columns[f"signal_status/{name}"] = np.array([s[name].status for s in by_sample], dtype="u1")
         return columns
+
+    async def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            await self._pool.close()
 
     async def _try(self, name: str, arguments: dict[str, Any]) -> Score:
         """One signal of one sample, scored again while it is invalid."""
@@ -72,26 +83,21 @@ class Scorer:
         if not function.is_async:
             assert self._pool is not None
             return await self._pool.score(name, arguments)
+        deadline = asyncio.timeout(self._reward.timeout_s)
         try:
-            async with self._async_room, asyncio.timeout(self._reward.timeout_s):
+            async with self._async_room, deadline:
                 return read_answer(await function.call(arguments), name)
-        except TimeoutError:
-            return invalid(f"{name} gave no answer in {self._reward.timeout_s:g} s")
         except Exception as error:
+            if deadline.expired():
+                return invalid(f"{name} gave no answer in {self._reward.timeout_s:g} s")
             return invalid(f"{name} raised {type(error).__name__}: {error}")
 
-    def _combine(self, scores: dict[str, Score]) -> Score:
-        """Σ weight · value over the signals that gave one; invalid where a signal is, or where none gave a value."""
-        for score in scores.values():
-            if score.status is RewardStatus.INVALID:
-                return score
-        values = {name: score.value for name, score in scores.items() if score.status is RewardStatus.OK}
-        if not values:
-            return invalid("all signals abstained")
-        weights = {signal.name: signal.weight for signal in self._reward.signals}
-        return Score(RewardStatus.OK, sum(weights[name] * value for name, value in values.items()))
 
-    async def close(self) -> None:
-        """End the workers."""
-        if self._pool is not None:
-            await asyncio.to_thread(self._pool.close)
+def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
+    """Σ weight · value over the signals that gave one; invalid where a signal is, or where none gave a value."""
+    if reasons := [score.reason for score in scores.values() if score.status is RewardStatus.INVALID]:
+        return invalid("; ".join(reasons))
+    values = {name: score.value for name, score in scores.items() if score.status is RewardStatus.OK}
+    if not values:
+        return invalid("no signal: all abstained")
+    return finite(sum(weights[name] * value for name, value in values.items()), "the weighted sum is")

@@ -7,18 +7,21 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from services.reward import builtin
 from shared.config import Signal
-from shared.errors import ConfigError
+from shared.errors import ConfigError, StrettoError
 from shared.group import FinishReason, Prompt, RewardStatus, TrajectoryGroup
 from shared.plugins import load_plugin
 
 PROVIDED = ("prompt", "messages", "completion", "finish_reason", "n_tokens")
 """Arguments that any reward function may take, beside the fields of the row and its own args."""
+
+LARGEST = float(np.finfo("f4").max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +52,22 @@ class Function:
     """A loaded reward function, called with just the arguments that it takes."""
 
     def __init__(self, signal: Signal) -> None:
-        """Raises PluginError or ConfigError where the function cannot be loaded or does not fit its args."""
+        """Raises PluginError or ConfigError where the function cannot be loaded or does not take its args."""
         self.signal = signal
-        self._call = _load(signal)
-        self.is_async = inspect.iscoroutinefunction(self._call) or inspect.iscoroutinefunction(
-            type(self._call).__call__
-        )
-        parameters = inspect.signature(self._call).parameters.values()
-        self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._takes = {p.name for p in named}
-        self._needs = {p.name for p in named if p.default is inspect.Parameter.empty}
+        self._function = _load(signal)
+        self._is_class = inspect.isclass(self._function)
+        # Nothing is made of a class yet: it may take long, and a check needs only the arguments.
+        call = partial(self._function.__call__, None) if self._is_class else self._function
+        self.is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+        self._takes, self._needs, self._takes_all = _parameters(signal, call)
+        self._args = {} if self._is_class else signal.args
+        if self._is_class:
+            self._check_constructor()
+        elif unknown := sorted(self._args.keys() - self._takes) if not self._takes_all else []:
+            raise ConfigError(
+                f"reward signal {signal.name}: {signal.function} does not take the argument {unknown[0]!r} of its args; "
+                f"it takes {', '.join(sorted(self._takes))}"
+            )
 
     def check(self, prompt: Prompt) -> None:
         """Raises ConfigError where the function needs an argument that the rows do not give it."""
@@ -70,27 +78,50 @@ class Function:
                 f"nor the rows give; there are {', '.join(sorted(given))}"
             )
 
+    def prepare(self) -> None:
+        """Make the object that is called, where the reference names a class; once a process.
+
+        Raises StrettoError where that fails.
+        """
+        if not self._is_class:
+            return
+        try:
+            self._function = self._function(**self.signal.args)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise StrettoError(
+                f"reward signal {self.signal.name}: cannot make {self.signal.function}: {text}"
+            ) from error
+
     def call(self, arguments: dict[str, Any]) -> Any:
         """What the function answers (a coroutine, where it is async)."""
         everything = arguments | self._args
         if not self._takes_all:
             everything = {name: value for name, value in everything.items() if name in self._takes}
-        return self._call(**everything)
+        return self._function(**everything)
 
-    @property
-    def _args(self) -> dict[str, Any]:
-        # A class got its args when it was made.
-        return {} if not inspect.isroutine(self._call) else self.signal.args
+    def _check_constructor(self) -> None:
+        try:
+            inspect.signature(self._function).bind(**self.signal.args)
+        except TypeError as error:
+            raise ConfigError(
+                f"reward signal {self.signal.name}: {self.signal.function} cannot be made of its args: {error}"
+            ) from None
 
 
 def read_answer(answer: Any, signal: str) -> Score:
     """What a function's answer means: a number, None for an abstention, and anything else is invalid."""
     if answer is None:
         return abstain()
-    if isinstance(answer, numbers.Real | bool) or (hasattr(answer, "item") and getattr(answer, "ndim", 0) == 0):
-        value = float(answer)
-        return ok(value) if math.isfinite(value) else invalid(f"{signal} returned {value}")
+    # Zero-dimensional arrays and tensors are numbers too.
+    if isinstance(answer, numbers.Real) or (hasattr(answer, "item") and getattr(answer, "ndim", 0) == 0):
+        return finite(float(answer), f"{signal} returned")
     return invalid(f"{signal} returned {type(answer).__name__}, expected a number or None")
+
+
+def finite(value: float, what: str) -> Score:
+    """The value where a float32 can hold it; `what` begins the reason where it cannot."""
+    return ok(value) if abs(value) <= LARGEST else invalid(f"{what} {value}, expected a finite float32")
 
 
 def arguments_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
@@ -119,13 +150,22 @@ def _load(signal: Signal) -> Callable[..., Any]:
                 "own functions are package.module:function or path/to/file.py:function"
             )
         return function
-    found = load_plugin(signal.function)
-    if inspect.isclass(found):
-        try:
-            found = found(**signal.args)
-        except TypeError as error:
-            raise ConfigError(f"reward signal {signal.name}: cannot make {signal.function}: {error}") from None
-    if not callable(found):
-        raise ConfigError(f"reward signal {signal.name}: {signal.function} is {type(found).__name__}, not a function")
-    function = found
-    return function  # type: ignore[no-any-return]
+    found: Any = load_plugin(signal.function)
+    bases = inspect.getmro(found if inspect.isclass(found) else type(found))
+    if not any("__call__" in vars(base) for base in bases):
+        what = "a class without __call__" if inspect.isclass(found) else type(found).__name__
+        raise ConfigError(f"reward signal {signal.name}: {signal.function} is {what}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _parameters(signal: Signal, call: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
+    """Names of the arguments that a function takes, names of those it needs, and whether it takes any other too."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except ValueError:
+        raise ConfigError(
+            f"reward signal {signal.name}: {signal.function} does not say which arguments it takes: wrap it in a function"
+        ) from None
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needs = {p.name for p in named if p.default is p.empty}
+    return {p.name for p in named}, needs, any(p.kind is p.VAR_KEYWORD for p in parameters)

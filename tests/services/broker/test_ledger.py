@@ -120,7 +120,7 @@ def test_a_rollout_gets_no_group_that_is_too_new_for_its_weights(make):
     assert len(run.lease("rollout", version=1)) == 2
 
 
-def test_a_group_that_takes_a_freed_slot_may_not_be_older_than_its_update_allows(make):
+def test_a_group_in_the_place_of_a_dead_one_may_not_be_older_than_its_update_allows(make):
     run = make(max_staleness=0)
     run.admit()
     run.pass_through(0, 1)
@@ -280,7 +280,7 @@ def test_a_failure_that_is_hopeless_is_not_tried_again(make):
     assert isinstance(dead, Dead)
 
 
-def test_a_dead_group_gives_its_slot_back(make):
+def test_a_dead_group_gives_its_place_back(make):
     run = make()
     run.admit()
     run.fail(run.lease("rollout", 1)[0], "cannot", retry=False)
@@ -427,7 +427,7 @@ def stale_run(make, on_stale):
     return run
 
 
-def test_a_group_that_arrives_too_stale_is_dropped_and_gives_its_slot_back(make):
+def test_a_group_that_arrives_too_stale_is_dropped_and_gives_its_place_back(make):
     run = stale_run(make, "drop")
     assert run.happened == [Dropped(run.slow, "stale")]
     assert run.account()["dropped"] == {"stale": 1} and run.ledger.room() == 1
@@ -469,6 +469,21 @@ def test_the_learner_waits_for_a_group_that_would_be_too_stale_for_the_next_upda
     run.finish(slow, 0)
     run.finish(run.lease("reward")[0])
     assert slow.entry in [grant.entry for grant in run.lease("learner", 2, min_groups=2)]
+
+
+def test_the_learner_waits_when_too_many_groups_would_have_to_be_in_one_later_update(make):
+    """With room for three versions, a newer group may not take the place of one that is due soon."""
+    run = make(on_stale="wait", max_staleness=2, prompts_per_step=1)
+    run.admit()
+    slow = run.lease("rollout", 2)
+    run.pass_through(0)
+    run.commit(run.lease("learner", 1))
+    run.admit()
+    run.pass_through(1)
+    assert run.lease("learner", 1) == []
+    run.finish(slow[0])
+    run.finish(run.lease("reward")[0])
+    assert run.lease("learner", 1)[0].entry is slow[0].entry
 
 
 # Evaluations

@@ -9,7 +9,14 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from services.broker.gate import Policy
 from services.broker.ledger import Ledger
@@ -50,7 +57,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.grants = []  # every lease ever given, with the version of the weights that its holder had
         self.batch = []
         self.admitted, self.gone, self.consumed = Counter(), Counter(), Counter()
-        self.returned_slots = 0
+        self.given_back = 0
 
     def take(self, outcomes):
         for outcome in outcomes:
@@ -58,11 +65,11 @@ class LedgerMachine(RuleBasedStateMachine):
                 case Dead(group, _, errors):
                     assert len(errors) <= self.policy.max_attempts
                     self.gone[group.group_id] += 1
-                    self.returned_slots += group.lane == "train"
+                    self.given_back += group.lane == "train"
                 case Dropped(group, _):
                     assert self.policy.on_stale == "drop"
                     self.gone[group.group_id] += 1
-                    self.returned_slots += 1
+                    self.given_back += 1
                 case Evaluated(group, _):
                     self.gone[group.group_id] += 1
 
@@ -177,7 +184,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         steps = min(self.ledger.version + self.policy.max_staleness + 1, self.policy.total_steps)
         train = self.ledger.accounts()["train"]["admitted"]
-        assert train - self.returned_slots <= steps * self.policy.prompts_per_step
+        assert train - self.given_back <= steps * self.policy.prompts_per_step
 
 
 def stage_done(group, stage):
@@ -192,14 +199,18 @@ def columns_of(stage, version, newest):
         one = {"rewards": np.ones(1, dtype="f4"), "reward_status": np.zeros(1, dtype="u1")}
         signal = {"signal/exact": np.ones(1, dtype="f4"), "signal_status/exact": np.zeros(1, dtype="u1")}
         return one | signal | ragged_text("reward_reasons", [""])
-    return ragged("tokens", [[1, 2]], "i4") | ragged_text("text", ["a"]) | {
-        "prompt_tokens": np.array([1], dtype="i4"),
-        "loss_mask": np.ones(2, dtype=bool),
-        "behavior_logprobs": np.zeros(2, dtype="f4"),
-        "versions": np.array([[version, 1], [newest, 1]], dtype="i4"),
-        "versions_offsets": np.array([0, 2], dtype="i8"),
-        "finish_reasons": np.zeros(1, dtype="u1"),
-    }
+    return (
+        ragged("tokens", [[1, 2]], "i4")
+        | ragged_text("text", ["a"])
+        | {
+            "prompt_tokens": np.array([1], dtype="i4"),
+            "loss_mask": np.ones(2, dtype=bool),
+            "behavior_logprobs": np.zeros(2, dtype="f4"),
+            "versions": np.array([[version, 1], [newest, 1]], dtype="i4"),
+            "versions_offsets": np.array([0, 2], dtype="i8"),
+            "finish_reasons": np.zeros(1, dtype="u1"),
+        }
+    )
 
 
 def test_nothing_is_lost_doubled_or_too_stale_in_any_order():

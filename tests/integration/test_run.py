@@ -1,0 +1,68 @@
+"""A whole run, from the command line to the report."""
+
+from __future__ import annotations
+
+import json
+
+from shared.snapshot import shared_folder
+
+from .conftest import read_lines
+
+
+def test_a_run_trains_evaluates_saves_and_reports(workplace):
+    done = workplace.stretto("train", workplace.write(), "--plain")
+    assert done.returncode == 0, done.stderr
+    assert "step 4/4" in done.stdout and "evaluation at version 0" in done.stdout
+    folder = workplace.run_folder
+    report = json.loads((folder / "report.json").read_text())
+    assert report["steps"] == 4 and report["state"] == "finished"
+    assert {"heldout_accuracy_before", "heldout_accuracy_after", "overlap_ratio", "sequences_per_s", "wall_s"} <= set(report)
+    assert (folder / "curves.png").stat().st_size > 10_000 and (folder / "timeline.png").stat().st_size > 5_000
+    assert [m["version"] for m in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert sorted(e["version"] for e in read_lines(folder / "evaluations.jsonl")) == [0, 2, 4]
+    assert (folder / "checkpoints" / "checkpoint-4" / "model.safetensors").is_file()
+    train = report["groups"]["train"]
+    assert train["admitted"] == train["consumed"] == 16 and train["in_flight"] == 0
+    for instance, seconds in report["time"].items():
+        assert sum(seconds.values()) > 0, instance
+    assert not list(shared_folder().glob("stretto-tiny-*"))
+
+
+def test_without_staleness_every_token_is_on_policy(workplace):
+    done = workplace.stretto("train", workplace.write(max_staleness=0), "--plain")
+    assert done.returncode == 0, done.stderr
+    trained = [s for s in read_lines(workplace.run_folder / "samples.jsonl") if s["lane"] == "train"]
+    assert len(trained) == 16
+    for group in trained:
+        for runs in group["versions"]:
+            assert [version for version, _ in runs] == [group["version"] - 1]
+
+
+def test_staleness_is_bounded_and_swaps_happen_in_flight(workplace):
+    config = workplace.write(max_staleness=2, on_stale="wait", steps=8, sampling={"max_tokens": 40, "ignore_eos": True})
+    done = workplace.stretto("train", config, "--plain")
+    assert done.returncode == 0, done.stderr
+    groups = [s for s in read_lines(workplace.run_folder / "samples.jsonl") if s["lane"] == "train"]
+    lags = [g["version"] - 1 - version for g in groups for runs in g["versions"] for version, _ in runs]
+    assert max(lags) <= 2 and min(lags) >= 0
+
+
+def test_a_run_goes_on_from_its_checkpoint(workplace):
+    config = workplace.write(steps=2)
+    assert workplace.stretto("train", config, "--plain").returncode == 0
+    done = workplace.stretto("train", config, "steps=5", "--plain", "--resume")
+    assert done.returncode == 0, done.stderr
+    versions = [m["version"] for m in read_lines(workplace.run_folder / "metrics.jsonl")]
+    assert versions == [1, 2, 3, 4, 5]
+    rows = [s["row"] for s in read_lines(workplace.run_folder / "samples.jsonl") if s["lane"] == "train"]
+    assert len(rows) == len(set(rows)) == 20  # the data goes on where it was, no prompt twice within an epoch
+
+
+def test_several_rollouts_and_rewards_share_the_work(workplace):
+    config = workplace.write(steps=6)
+    done = workplace.stretto("train", config, "rollout.replicas=2", "reward.replicas=2", "--plain")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((workplace.run_folder / "report.json").read_text())
+    worked = {name for name, seconds in report["time"].items() if seconds["compute"] > 0}
+    assert {"rollout-0", "rollout-1", "learner"} <= worked
+    assert report["groups"]["train"]["consumed"] == 24
