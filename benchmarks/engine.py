@@ -44,7 +44,7 @@ class Work:
         return f"{self.prompts} prompts of {self.prompt_tokens} × {self.samples} samples × {self.new_tokens} tokens"
 
 
-WORKS = (Work(8, 30, 8, 8), Work(1, 512, 8, 32), Work(8, 30, 8, 64))
+WORKS = (Work(8, 30, 8, 8), Work(1, 512, 8, 32))
 
 
 def transformers_s(model: Any, work: Work) -> float:

@@ -244,7 +244,10 @@ def parse_config(tree: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("the config has errors:\n" + "\n".join(f"  {_fault(e)}" for e in error.errors())) from None
+        faults = error.errors()
+        # Where an item of a list is wrong, pydantic also says that the list is too short.
+        inner = [f for f in faults if not any(_is_within(other["loc"], f["loc"]) for other in faults)]
+        raise ConfigError("the config has errors:\n" + "\n".join(f"  {_fault(f)}" for f in inner)) from None
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -274,23 +277,34 @@ def _override(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r} should be key.path=value")
-    *path, last = key.split(".")
-    node: Any = tree
-    for name in path:
-        node = node.setdefault(name, {}) if isinstance(node, dict) else node[int(name)]
     try:
         parsed = yaml.safe_load(value)
     except yaml.YAMLError:
         raise ConfigError(f"the value of the override {override!r} is not YAML") from None
-    if isinstance(node, list):
-        node[int(last)] = parsed
-    else:
-        node[last] = parsed
+    *path, last = key.split(".")
+    node: Any = tree
+    try:
+        for name in path:
+            if isinstance(node, dict) and node.get(name) is None:
+                node[name] = {}
+            node = node[_key_in(node, name)]
+        node[_key_in(node, last)] = parsed
+    except (TypeError, ValueError, IndexError):
+        raise ConfigError(f"override {override!r}: the config has no such place") from None
+
+
+def _key_in(node: Any, name: str) -> str | int:
+    return int(name) if isinstance(node, list) else name
+
+
+def _is_within(path: tuple[int | str, ...], outer: tuple[int | str, ...]) -> bool:
+    return len(path) > len(outer) > 0 and path[: len(outer)] == outer
 
 
 def _fault(error: Any) -> str:
     """One line for one fault that pydantic found."""
-    path = ".".join(str(part) for part in error["loc"])
+    # Where one of several types may stand, pydantic puts the type it tried into the path.
+    path = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("literal[", "dict[")))
     if error["type"] != "extra_forbidden":
         text = error["msg"].removeprefix("Value error, ")
         return f"{path}: {text}" if path else text

@@ -29,10 +29,10 @@ def plan_cores(
     """
     everywhere = tuple(cores)
     plan = dict.fromkeys(instances, everywhere)
-    if setting == "shared" or len(cores) < 2:
-        return plan
     if isinstance(setting, dict):
         return plan | _as_told(setting, instances, cores)
+    if setting == "shared" or len(cores) < 2:
+        return plan
     half = len(cores) // 2
     plan |= _share_out(cores[half:], [name for name in instances if _service(name) == "learner"])
     return plan | _share_out(cores[:half], [name for name in instances if _service(name) == "rollout"])

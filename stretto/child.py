@@ -1,4 +1,4 @@
-"""One service as a child process: on its own cores, in its own process group, dead when its parent is. For launcher.py."""
+"""One service as a child process of launcher.py: on its own cores, in its own group, dead when its parent is."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Child:
         return self._process.returncode == ConfigError.exit_code
 
     def last_words(self) -> str:
-        """Why it ended: what it wrote last under its own name, or else its exit code and the last lines that it wrote."""
+        """Why it ended: what it wrote last under its own name, or else its exit code and the last lines it wrote."""
         with self._output.open("rb") as file:
             file.seek(self._output_start)
             text = file.read().decode("utf-8", "replace").strip()

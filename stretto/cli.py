@@ -31,6 +31,7 @@ LogFile = Annotated[Path | None, typer.Option(help="write the JSON log there ins
 
 def main() -> None:
     """Entry point of `stretto`."""
+    sys.path.insert(0, "")  # reward functions and algorithms may be modules of the working directory
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -52,16 +53,20 @@ def _app() -> None:
 def train(
     config: Config,
     overrides: Overrides = None,
+    run_folder: Annotated[Path | None, typer.Option(help="default: FOLDER/NAME, or NAME-2 … if taken")] = None,
     resume: Annotated[bool, typer.Option(help="go on from the run's latest checkpoint")] = False,
     plain: Annotated[bool, typer.Option(help="one line a step, also on a terminal")] = False,
 ) -> None:
     """Run all services of a run on this host until it is done."""
     from stretto.check import check_run
-    from stretto.train import train_locally
+    from stretto.train import new_run_folder, resumed_run_folder, train_locally
 
     effective = _load(config, overrides)
     check_run(effective)
-    asyncio.run(train_locally(effective, resume=resume, plain=plain or not console.is_terminal, console=console))
+    folder = (resumed_run_folder if resume else new_run_folder)(effective, run_folder)
+    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    plain = plain or not console.is_terminal
+    asyncio.run(train_locally(effective, folder, resume=resume, plain=plain, console=console))
 
 
 @app.command()
@@ -96,11 +101,14 @@ def samples(
     group: Annotated[str | None, typer.Option(help="only this group")] = None,
     lane: Annotated[str, typer.Option(help="train or eval")] = "train",
     last: Annotated[int, typer.Option(help="how many groups, the latest")] = 5,
+    best: Annotated[bool, typer.Option("--best", help="those of the highest mean reward instead")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="those of the lowest mean reward instead")] = False,
 ) -> None:
     """Read prompts, answers, rewards and versions of a run."""
-    from stretto.samples import find_groups, show_group
+    from stretto.samples import Order, find_groups, show_group
 
-    for record in find_groups(run_folder, lane=lane, version=step, group=group, last=last):
+    order: Order = "best" if best else "worst" if worst else "latest"
+    for record in find_groups(run_folder, lane=lane, version=step, group=group, count=last, order=order):
         show_group(console, record)
 
 
@@ -181,6 +189,13 @@ async def _broker(config: RunConfig, run_folder: Path | None) -> None:
 
 
 def _service(name: str) -> Any:
+    try:
+        return _find_service(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the {name} service needs {error.name}: pip install 'stretto[cpu]'") from None
+
+
+def _find_service(name: str) -> Any:
     match name:
         case "rollout":
             from services.rollout import service as found

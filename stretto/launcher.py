@@ -67,7 +67,8 @@ class LocalRun:
         """
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(dump_config(self._config))
-        (self.folder / "broker.json").unlink(missing_ok=True)
+        for left_over in ("broker.json", "status.json"):  # of the run that this one goes on with
+            (self.folder / left_over).unlink(missing_ok=True)
         try:
             await self._spawn("broker")
             self._client = Client(await self._broker_address())
@@ -133,19 +134,19 @@ class LocalRun:
         """Process ids of what runs now."""
         return {name: child.pid for name, child in self._children.items() if child.running}
 
-    async def _spawn(self, instance: str) -> Child:
+    async def _spawn(self, instance: str) -> None:
         if self._ending:
             raise RunStopped("the run was ended before it had begun")
         service = instance.rpartition("-")[0] or instance
         logs = self.folder / "logs"
-        self._children[instance] = child = await Child.start(
+        arguments = [*self._arguments(instance), "--log-file", str(logs / f"{instance}.jsonl")]
+        self._children[instance] = await Child.start(
             instance,
-            [*self._program, "serve", service, *self._arguments(instance), "--log-file", str(logs / f"{instance}.jsonl")],
+            [*self._program, "serve", service, *arguments],
             environment=process_environment(service, self._cores[instance]),
             cores=self._cores[instance],
             output=logs / f"{instance}.out",
         )
-        return child
 
     def _arguments(self, instance: str) -> list[str]:
         if instance == "broker":

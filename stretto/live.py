@@ -23,12 +23,14 @@ BUCKET_COLOURS = {
 
 
 class PlainView:
-    """One readable line a step, an evaluation and an event."""
+    """One readable line a step, an evaluation, a checkpoint, a warning and an event."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._version = 0
         self._evaluations = 0
+        self._saved_version = 0
+        self._warnings: list[str] = []
 
     def __enter__(self) -> PlainView:
         return self
@@ -45,6 +47,13 @@ class PlainView:
             if record["version"] > self._version:
                 self._print(step_line(record, status))
                 self._version = record["version"]
+        if status["saved_version"] > self._saved_version:
+            self._saved_version = status["saved_version"]
+            self._print(f"checkpoint of version {self._saved_version} saved")
+        for warning in status["warnings"]:
+            if warning not in self._warnings:
+                self._print(f"warning: {warning}")
+        self._warnings = status["warnings"]
 
     def event(self, sentence: str) -> None:
         """Print a sentence."""
@@ -143,7 +152,7 @@ def _services(status: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="bright_black")
     for title in ("service", "state", "busy", "where the time goes"):
         table.add_column(title)
-    for service in status["services"]:
+    for service in [*status["services"], *status["departed"]]:
         seconds = service["time"]
         total = sum(seconds.values()) or 1.0
         bar = Text()

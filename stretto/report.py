@@ -18,7 +18,7 @@ def make_report(run_folder: Path) -> dict[str, Any]:
     """Write the report of a run and return its figures. Raises DataError where the folder holds no finished step."""
     try:
         status = json.loads((run_folder / "status.json").read_text())
-        metrics, evaluations = _read(run_folder / "metrics.jsonl"), _read(run_folder / "evaluations.jsonl")
+        metrics, evaluations = (_latest(run_folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
     except OSError as error:
         raise DataError(f"{run_folder} is not the folder of a run: {error.filename} is missing") from None
     if not metrics:
@@ -35,10 +35,12 @@ def make_report(run_folder: Path) -> dict[str, Any]:
 def _figures(
     status: dict[str, Any], metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Figures of the whole run, those that are rates from its first to its last step."""
+    """Figures of the whole run; those of time from where it was last started, and rates from the first step there."""
     first, last = metrics[0], metrics[-1]
-    elapsed = last["time"] - first["time"]
-    samples = sum(record.get("train/samples", 0.0) for record in metrics[1:])
+    timed = [record for record in metrics if record["time"] >= status["started"]] or [last]
+    elapsed = last["time"] - timed[0]["time"]
+    samples, tokens = (sum(r.get(name, 0.0) for r in timed[1:]) for name in ("train/samples", "train/tokens"))
+    drifts = [record["drift/mean"] for record in metrics if record.get("drift/mean") is not None]
     services = [*status["services"], *status["departed"]]
     accuracies = [result["accuracy"] for result in evaluations]
     return {
@@ -53,10 +55,11 @@ def _figures(
         "reward_first": first.get("reward/mean"),
         "reward_last": last.get("reward/mean"),
         "sequences_per_s": samples / elapsed if elapsed > 0 else None,
-        "step_s": elapsed / (len(metrics) - 1) if len(metrics) > 1 else None,
+        "tokens_per_s": tokens / elapsed if elapsed > 0 else None,
+        "step_s": elapsed / (len(timed) - 1) if len(timed) > 1 else None,
         "staleness_mean": sum(r.get("staleness/mean") or 0.0 for r in metrics) / len(metrics),
         "staleness_max": max(r.get("staleness/max") or 0.0 for r in metrics),
-        "drift_mean": sum(r.get("drift/mean") or 0.0 for r in metrics) / len(metrics),
+        "drift_mean": sum(drifts) / len(drifts) if drifts else None,
         "groups": status["groups"],
         "bottleneck": status["bottleneck"],
         "time": {service["instance"]: service["time"] for service in services},
@@ -117,7 +120,7 @@ def summary(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{figures['steps']} in {duration(figures['wall_s'])}"),
         ("held-out accuracy", f"{number(before)} before, {number(after)} after"),
         ("reward", f"{number(figures['reward_first'])} first, {number(figures['reward_last'])} last"),
-        ("samples a second", number(figures["sequences_per_s"])),
+        ("trained a second", f"{number(figures['sequences_per_s'])} samples, {number(figures['tokens_per_s'])} tokens"),
         ("overlap", "-" if overlap is None else f"{overlap:.0%} of the learner's busy time a rollout generates"),
         ("staleness", f"{number(figures['staleness_mean'])} versions, at most {number(figures['staleness_max'])}"),
         ("drift", f"{number(figures['drift_mean'])} mean |learner − engine| log-prob"),
@@ -134,6 +137,8 @@ def show_report(console: Console, figures: dict[str, Any]) -> None:
     console.print(f"report: {figures['folder']}/report.md", highlight=False, soft_wrap=True)
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def _latest(file: Path) -> list[dict[str, Any]]:
+    """The records of a file by version; a version that a resumed run did again counts as it was done last."""
     with file.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+        records = {record["version"]: record for record in map(json.loads, lines)}
+    return [records[version] for version in sorted(records)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -13,27 +14,51 @@ from rich.text import Text
 
 from shared.errors import DataError
 
+Order = Literal["latest", "best", "worst"]
+
 
 def find_groups(
-    run_folder: Path, *, lane: str = "train", version: int | None = None, group: str | None = None, last: int = 5
+    run_folder: Path,
+    *,
+    lane: str = "train",
+    version: int | None = None,
+    group: str | None = None,
+    count: int = 5,
+    order: Order = "latest",
 ) -> list[dict[str, Any]]:
-    """The latest groups of a run that fit. Raises DataError where the folder has none, or none fits."""
+    """Up to `count` groups of a run that fit: the latest, or those of the highest or lowest mean reward first.
+
+    A `group` is found in any lane and version. Raises DataError where the folder has none, or none fits.
+    """
     file = run_folder / "samples.jsonl"
     if not file.is_file():
         raise DataError(f"{run_folder} is not the folder of a run: it has no samples.jsonl")
-    found: deque[dict[str, Any]] = deque(maxlen=last)
+
+    def fits(record: dict[str, Any]) -> bool:
+        if group is not None:
+            return bool(record["group"] == group)
+        return record["lane"] == lane and version in (None, record["version"])
+
     with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            record = json.loads(line)
-            if group is not None:
-                fits = record["group"] == group
-            else:
-                fits = record["lane"] == lane and version in (None, record["version"])
-            if fits:
-                found.append(record)
+        fitting = (record for record in map(json.loads, lines) if fits(record))
+        match order:
+            case "latest":
+                found = list(deque(fitting, maxlen=count))
+            case "best":
+                found = heapq.nlargest(count, fitting, key=mean_reward)
+            case "worst":
+                found = heapq.nsmallest(count, fitting, key=mean_reward)
     if not found:
         raise DataError(f"no group in {file} fits")
-    return list(found)
+    return found
+
+
+def mean_reward(record: dict[str, Any]) -> float:
+    """Mean over the samples of a group that have a reward; at least one has."""
+    valid: list[float] = [
+        r for r, status in zip(record["rewards"], record["reward_status"], strict=True) if status == "ok"
+    ]
+    return sum(valid) / len(valid)
 
 
 def show_group(console: Console, record: dict[str, Any]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
 from shared.config import RunConfig
-from shared.errors import ConfigError, Unreachable
+from shared.errors import ConfigError, DataError, ProtocolError, StrettoError, Unreachable
 from stretto.launcher import LocalRun
 from stretto.live import LiveView, PlainView
 from stretto.report import make_report, show_report
@@ -17,13 +21,11 @@ from stretto.report import make_report, show_report
 REFRESH_S = 1.0
 
 
-async def train_locally(config: RunConfig, *, resume: bool, plain: bool, console: Console) -> None:
+async def train_locally(config: RunConfig, folder: Path, *, resume: bool, plain: bool, console: Console) -> None:
     """Run to the end. The first Ctrl-C drains and saves, the second ends everything at once.
 
-    Raises RunStopped, with the reason, where the run failed; what was saved until then stays.
+    Raises RunStopped or ConfigError, with the reason, where the run failed; what was saved until then stays.
     """
-    folder = choose_folder(config, resume=resume)
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
     view = PlainView(console) if plain else LiveView(console)
     run = LocalRun(config, folder, resume=resume, on_event=view.event)
     with view:
@@ -32,37 +34,70 @@ async def train_locally(config: RunConfig, *, resume: bool, plain: bool, console
             await run.start()
             viewing = asyncio.create_task(_show(run, view), name="view")
             await run.wait()
+            await viewing
         finally:
             interrupts.close()
             await run.kill()
-        await viewing
     if (folder / "metrics.jsonl").stat().st_size:
         show_report(console, make_report(folder))
 
 
-def choose_folder(config: RunConfig, *, resume: bool) -> Path:
-    """The run's folder: that of the run to resume, else a new one (`NAME`, then `NAME-2`, …)."""
-    folder = config.run_folder
-    if resume:
-        if not (folder / "checkpoints").is_dir():
-            raise ConfigError(f"{folder} has no checkpoints to resume from; leave --resume out to begin anew")
-        (folder / "status.json").unlink(missing_ok=True)
-        return folder
-    number = 2
-    while (folder / "config.yaml").exists():
-        folder = config.run_folder.with_name(f"{config.run_folder.name}-{number}")
-        number += 1
+def new_run_folder(config: RunConfig, asked: Path | None) -> Path:
+    """Where a new run goes: the folder asked for, or else NAME, NAME-2, … below `folder`, whichever is free.
+
+    Raises ConfigError where the folder asked for holds a run.
+    """
+    if asked is None:
+        return next(folder for folder in _numbered(config) if not _holds_run(folder))
+    if _holds_run(asked):
+        raise ConfigError(f"{asked} holds a run already: go on with it by --resume, or choose another --run-folder")
+    return asked
+
+
+def resumed_run_folder(config: RunConfig, asked: Path | None) -> Path:
+    """The folder of the run to go on with: the one asked for, or else the latest of NAME, NAME-2 and so on.
+
+    Raises DataError where it has no checkpoint, ConfigError where the run in it is still going on.
+    """
+    holding = list(itertools.takewhile(_holds_run, _numbered(config)))
+    folder = asked or (holding or [config.run_folder])[-1]
+    if not any((folder / "checkpoints").glob("checkpoint-*")):
+        raise DataError(f"{folder} has no checkpoint to resume from; leave --resume out to begin anew")
+    if _is_alive(folder):
+        raise ConfigError(f"the run in {folder} is still going on: stop it first, or begin another without --resume")
     return folder
+
+
+def _numbered(config: RunConfig) -> Iterator[Path]:
+    first = config.run_folder
+    yield first
+    for number in itertools.count(2):
+        yield first.with_name(f"{first.name}-{number}")
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "config.yaml").exists()
+
+
+def _is_alive(folder: Path) -> bool:
+    """Whether the broker of a run folder still runs on this host."""
+    try:
+        os.kill(json.loads((folder / "broker.json").read_text())["pid"], 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 async def _show(run: LocalRun, view: PlainView | LiveView) -> None:
     """Feed the view until the run has ended."""
     version = 0
-    while True:
+    while "broker" in run.pids:
         try:
             status = await run.status(wait_version=version + 1, wait_s=REFRESH_S)
-        except (Unreachable, AssertionError):
-            return  # the broker is gone: the run is over, and its own words tell why
+        except (Unreachable, ProtocolError):
+            continue  # the run's own end tells why
         view.update(status)
         version = status["version"]
         if status["stop_reason"] is not None:
@@ -74,18 +109,20 @@ class _Interrupts:
 
     def __init__(self, run: LocalRun, view: PlainView | LiveView) -> None:
         self._run, self._view = run, view
-        self._count = 0
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
 
     def _interrupt(self) -> None:
-        self._count += 1
-        if self._count == 1:
-            self._view.event("ending: the learner saves what it has; once more to end at once")
-            self._task = asyncio.create_task(self._run.drain("interrupted"))
-        else:
-            self._task = asyncio.create_task(self._run.kill())
+        ending = self._run.kill() if self._tasks else self._drain()
+        self._tasks.append(asyncio.create_task(ending, name="interrupt"))
+
+    async def _drain(self) -> None:
+        self._view.event("ending: the learner saves what it has; once more to end at once")
+        try:
+            await self._run.drain("interrupted")
+        except StrettoError as error:
+            self._view.event(str(error))
 
     def close(self) -> None:
         """Back to the default handling."""

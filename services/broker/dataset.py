@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from shared.errors import ConfigError, DataError
 
 
@@ -13,11 +15,12 @@ class Dataset:
     """Rows in the order of their file. Each row is a map with a prompt (text or chat messages) and other fields."""
 
     def __init__(self, rows: list[dict[str, Any]], source: str, prompt_field: str) -> None:
-        """Raises DataError where there is no row, or a row has no proper prompt."""
+        """Raises DataError where there is no row, or a row has no proper prompt or values that cannot be sent."""
         if not rows:
             raise DataError(f"the dataset {source} is empty")
         for number, row in enumerate(rows):
             _check_prompt(row, number, source, prompt_field)
+            _check_plain(row, number, source)
         self._rows = rows
         self._prompt_field = prompt_field
 
@@ -113,6 +116,17 @@ def _check_prompt(row: dict[str, Any], number: int, source: str, prompt_field: s
         raise DataError(
             f"{source}, row {number}: {prompt_field!r} should be text or a list of messages with role and content"
         )
+
+
+def _check_plain(row: dict[str, Any], number: int, source: str) -> None:
+    """Rows travel as msgpack and are written down as JSON; what either cannot hold is found before the run begins."""
+    try:
+        msgpack.packb(row)
+        json.dumps(row)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"{source}, row {number}: a field cannot be sent ({error}); text, numbers of 64 bits, lists and maps can"
+        ) from None
 
 
 def _is_text(message: dict[str, Any], name: str) -> bool:

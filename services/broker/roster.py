@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.messages import Hello
+from shared.account import BUCKETS
 
 MISSED_HEARTBEATS = 3
 
@@ -100,10 +101,7 @@ class Roster:
 
 def _share(members: list[Listed]) -> dict[str, float] | None:
     """Shares of the time of all members of a service, but for what they took to start."""
-    total: dict[str, float] = {}
-    for member in members:
-        for bucket, seconds in member.seconds.items():
-            total[bucket] = total.get(bucket, 0.0) + seconds
+    total = {bucket: sum(member.seconds.get(bucket, 0.0) for member in members) for bucket in BUCKETS}
     whole = sum(seconds for bucket, seconds in total.items() if bucket != "overhead")
     return {bucket: seconds / whole for bucket, seconds in total.items()} if whole > 0 else None
 

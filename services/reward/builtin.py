@@ -53,7 +53,7 @@ def regex_format(completion: str, pattern: str, full: bool = True, strip: bool =
 
 
 def length(n_tokens: int, limit: int, buffer: int = 1) -> float:
-    """0 up to limit − buffer tokens, from there down to −1 at the limit and beyond: min(0, (limit − buffer − n)/buffer).
+    """0 up to limit − buffer tokens, from there (limit − buffer − n_tokens) / buffer, and −1 beyond the limit.
 
     The soft overlong penalty of DAPO, arXiv 2503.14476, eq. 13.
     """

@@ -78,7 +78,7 @@ class WorkerPool:
 
 
 def _end(pool: ProcessPool) -> None:
-    pool.stop()
+    pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
 
 

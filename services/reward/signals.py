@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,28 +53,40 @@ class Function:
     def __init__(self, signal: Signal) -> None:
         """Raises PluginError or ConfigError where the function cannot be loaded or does not take its args."""
         self.signal = signal
+        self._title = f"reward signal {signal.name}: {signal.function}"
         self._function = _load(signal)
         self._is_class = inspect.isclass(self._function)
         # Nothing is made of a class yet: it may take long, and a check needs only the arguments.
         call = partial(self._function.__call__, None) if self._is_class else self._function
         self.is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
-        self._takes, self._needs, self._takes_all = _parameters(signal, call)
+        try:
+            parameters = inspect.signature(call).parameters.values()
+        except ValueError:
+            raise ConfigError(f"{self._title} does not tell its arguments: wrap it in a function") from None
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._takes = {p.name for p in named}
+        self._needs = {p.name for p in named if p.default is p.empty}
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._args = {} if self._is_class else signal.args
+        self._check_args()
+
+    def _check_args(self) -> None:
         if self._is_class:
-            self._check_constructor()
-        elif unknown := sorted(self._args.keys() - self._takes) if not self._takes_all else []:
-            raise ConfigError(
-                f"reward signal {signal.name}: {signal.function} does not take the argument {unknown[0]!r} of its args; "
-                f"it takes {', '.join(sorted(self._takes))}"
-            )
+            try:
+                inspect.signature(self._function).bind(**self.signal.args)
+            except TypeError as error:
+                raise ConfigError(f"{self._title} cannot be made of its args: {error}") from None
+        elif not self._takes_all and (unknown := sorted(self._args.keys() - self._takes)):
+            known = ", ".join(sorted(self._takes))
+            raise ConfigError(f"{self._title} does not take {unknown[0]!r}, which is in its args; it takes {known}")
 
     def check(self, prompt: Prompt) -> None:
         """Raises ConfigError where the function needs an argument that the rows do not give it."""
         given = {*PROVIDED, *prompt.fields, *self._args}
         if missing := sorted(self._needs - given):
             raise ConfigError(
-                f"reward signal {self.signal.name}: {self.signal.function} needs {missing[0]!r}, which neither its args "
-                f"nor the rows give; there are {', '.join(sorted(given))}"
+                f"{self._title} needs {missing[0]!r}, which neither its args nor the rows give; there are "
+                f"{', '.join(sorted(given))}"
             )
 
     def prepare(self) -> None:
@@ -88,10 +99,7 @@ class Function:
         try:
             self._function = self._function(**self.signal.args)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            raise StrettoError(
-                f"reward signal {self.signal.name}: cannot make {self.signal.function}: {text}"
-            ) from error
+            raise StrettoError(f"{self._title} cannot be made: {type(error).__name__}: {error}") from error
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """What the function answers (a coroutine, where it is async)."""
@@ -99,14 +107,6 @@ class Function:
         if not self._takes_all:
             everything = {name: value for name, value in everything.items() if name in self._takes}
         return self._function(**everything)
-
-    def _check_constructor(self) -> None:
-        try:
-            inspect.signature(self._function).bind(**self.signal.args)
-        except TypeError as error:
-            raise ConfigError(
-                f"reward signal {self.signal.name}: {self.signal.function} cannot be made of its args: {error}"
-            ) from None
 
 
 def read_answer(answer: Any, signal: str) -> Score:
@@ -141,31 +141,17 @@ def arguments_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
     ]
 
 
-def _load(signal: Signal) -> Callable[..., Any]:
+def _load(signal: Signal) -> Any:
+    """The function, the class or the callable object that a signal names."""
     if ":" not in signal.function:
-        function = builtin.BUILTINS.get(signal.function)
-        if function is None:
+        if signal.function not in builtin.BUILTINS:
             raise ConfigError(
                 f"reward signal {signal.name}: {signal.function!r} is not built in ({', '.join(builtin.BUILTINS)}); "
                 "own functions are package.module:function or path/to/file.py:function"
             )
-        return function
-    found: Any = load_plugin(signal.function)
-    bases = inspect.getmro(found if inspect.isclass(found) else type(found))
-    if not any("__call__" in vars(base) for base in bases):
-        what = "a class without __call__" if inspect.isclass(found) else type(found).__name__
+        return builtin.BUILTINS[signal.function]
+    found = load_plugin(signal.function)
+    if not any("__call__" in vars(base) for base in inspect.getmro(found if inspect.isclass(found) else type(found))):
+        what = "a class without __call__" if inspect.isclass(found) else f"a {type(found).__name__}"
         raise ConfigError(f"reward signal {signal.name}: {signal.function} is {what}, not a function")
-    return found  # type: ignore[no-any-return]
-
-
-def _parameters(signal: Signal, call: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
-    """Names of the arguments that a function takes, names of those it needs, and whether it takes any other too."""
-    try:
-        parameters = inspect.signature(call).parameters.values()
-    except ValueError:
-        raise ConfigError(
-            f"reward signal {signal.name}: {signal.function} does not say which arguments it takes: wrap it in a function"
-        ) from None
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    needs = {p.name for p in named if p.default is p.empty}
-    return {p.name for p in named}, needs, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return found

@@ -224,7 +224,7 @@ class EmbeddedEngine:
             log.exception("the embedded engine failed")
             ended = (
                 f"the embedded engine failed with {type(error).__name__}: {error} ({self._decoder.samples_in_flight} "
-                f"samples in flight, {self._decoder.samples_waiting} waiting) and generates no more: restart the rollout"
+                f"samples in flight, {self._decoder.samples_waiting} waiting) and generates no more: restart it"
             )
         self._ended = ended
         for future in list(self._open):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import pytest
@@ -32,9 +33,8 @@ def test_jsonl_is_read_in_its_order_and_empty_lines_are_skipped(tmp_path):
 
 def test_parquet_is_read(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     assert contents(read_dataset(str(tmp_path / "rows.parquet"))) == EXPECTED
 
 
@@ -68,6 +68,8 @@ def test_another_field_can_hold_the_prompt(tmp_path):
         ('{"prompt": [{"role": "user", "content": [1]}]}\n', "row 0: 'prompt' should be text or a list of messages"),
         ('{"prompt": ""}\n', "row 0"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
+        ('{"prompt": "a", "answer": 1%s}\n' % ("0" * 30), "row 0: a field cannot be sent"),
+        ('{"prompt": "a\\ud800"}\n', "row 0: a field cannot be sent"),
         ("[1]\n", "line 1: a row is a JSON object, not list"),
     ],
 )
@@ -102,3 +104,12 @@ def test_a_split_that_is_not_there_is_named(tmp_path):
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match="split validation"):
         read_dataset(str(tmp_path / "splits"), split="validation")
+
+
+def test_a_field_that_cannot_be_sent_is_named_with_its_row(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": "a", "made": datetime.datetime(2026, 1, 1)}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"row 0: a field cannot be sent \(.*datetime"):
+        read_dataset(str(tmp_path / "rows.parquet"))

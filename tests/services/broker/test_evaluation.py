@@ -1,0 +1,104 @@
+"""When a version is evaluated, and what comes out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.broker.evaluation import Evaluations
+from shared.config import parse_config
+from shared.group import Prompt, TrajectoryGroup
+
+PROMPTS = [Prompt(i, 0, f"{i}?") for i in range(2)]
+
+
+def evaluations(every=3, total_steps=7, prompts=PROMPTS):
+    signals = [{"name": "exact", "function": "exact_match"}, {"name": "short", "function": "length"}]
+    tree = {
+        "model": "none",
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "steps": total_steps,
+        "data": {"train": "none"},
+        "reward": {"signals": signals},
+        "evaluation": {"every": every, "metric": "short"},
+    }
+    return Evaluations(parse_config(tree), prompts, total_steps)
+
+
+def group(short, version=0, status=0):
+    columns = {
+        "versions": np.array([[version, 3]], dtype="i4"),
+        "rewards": np.array([short + 1], dtype="f4"),
+        "reward_status": np.array([status], dtype="u1"),
+    }
+    for name, value in (("exact", 1.0), ("short", short)):
+        columns |= {f"signal/{name}": np.array([value], dtype="f4")}
+        columns |= {f"signal_status/{name}": np.array([status], dtype="u1")}
+    return TrajectoryGroup("g", "eval", PROMPTS[0], 0, columns)
+
+
+def test_the_first_each_so_many_and_the_last_version_are_evaluated():
+    rounds = evaluations(every=3, total_steps=7)
+    assert [version for version in range(8) if rounds.due(version)] == [0, 3, 6, 7]
+
+
+def test_a_version_is_due_once():
+    rounds = evaluations()
+    assert rounds.due(0) == PROMPTS and rounds.due(0) == []
+
+
+def test_a_resumed_run_evaluates_the_version_it_begins_with():
+    assert evaluations(every=3).due(4) == PROMPTS
+
+
+def test_nothing_is_due_without_heldout_prompts():
+    rounds = evaluations(prompts=[])
+    assert rounds.due(0) == [] and rounds.complete(7)
+
+
+def test_the_result_is_the_mean_over_valid_samples_of_the_metric_chosen():
+    rounds = evaluations()
+    rounds.due(0)
+    assert rounds.add(group(0.5, version=0), 0) is None
+    result = rounds.add(group(1.0, version=2), 0)
+    assert (result["accuracy"], result["reward"]) == (0.75, 1.75)
+    assert result["signals"] == {"exact": 1.0, "short": 0.75}
+    assert (result["prompts"], result["scored"]) == (2, 2)
+    assert (result["version"], result["oldest_version"], result["newest_version"]) == (0, 0, 2)
+    assert rounds.results == [result]
+
+
+def test_a_failed_reward_is_left_out_and_never_a_zero():
+    rounds = evaluations()
+    rounds.due(0)
+    rounds.add(group(1.0), 0)
+    result = rounds.add(group(0.0, status=2), 0)
+    assert (result["accuracy"], result["scored"], result["prompts"]) == (1.0, 1, 2)
+
+
+def test_a_lost_group_does_not_hold_the_result_up():
+    rounds = evaluations()
+    rounds.due(0)
+    rounds.lose(0)
+    assert rounds.add(group(1.0), 0)["scored"] == 1
+
+
+def test_a_round_of_which_all_is_lost_has_no_accuracy():
+    rounds = evaluations()
+    rounds.due(0)
+    rounds.lose(0)
+    assert rounds.lose(0)["accuracy"] is None
+
+
+@pytest.mark.parametrize("open_groups", [1, 2])
+def test_all_is_evaluated_once_the_last_round_is_done(open_groups):
+    rounds = evaluations(total_steps=7)
+    assert not rounds.complete(7)
+    rounds.due(7)
+    for _ in range(2 - open_groups):
+        rounds.add(group(1.0), 7)
+    assert not rounds.complete(7)
+    for _ in range(open_groups):
+        rounds.add(group(1.0), 7)
+    assert rounds.complete(7)

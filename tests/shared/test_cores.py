@@ -1,0 +1,73 @@
+"""Which cores a service gets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.cores import plan_cores, process_environment
+from shared.errors import ConfigError
+
+INSTANCES = ["broker", "broadcaster-0", "rollout-0", "rollout-1", "reward-0", "learner-0"]
+
+
+def test_the_learner_gets_the_upper_half_and_the_rollouts_share_out_the_lower() -> None:
+    plan = plan_cores("auto", INSTANCES, [0, 1, 2, 3, 4, 5, 6, 7])
+    assert plan["learner-0"] == (4, 5, 6, 7)
+    assert (plan["rollout-0"], plan["rollout-1"]) == ((0, 1), (2, 3))
+    assert plan["broker"] == plan["reward-0"] == plan["broadcaster-0"] == (0, 1, 2, 3, 4, 5, 6, 7)
+
+
+def test_two_cores_are_one_each_for_learner_and_rollouts() -> None:
+    plan = plan_cores("auto", INSTANCES, [0, 1])
+    assert (plan["learner-0"], plan["rollout-0"], plan["rollout-1"]) == ((1,), (0,), (0,))
+
+
+@given(st.integers(2, 40), st.integers(1, 12))
+def test_busy_services_never_share_a_core_with_the_learner_and_no_core_is_idle(cores: int, rollouts: int) -> None:
+    names = [f"rollout-{i}" for i in range(rollouts)]
+    plan = plan_cores("auto", [*names, "learner-0"], list(range(cores)))
+    given_to_rollouts = {core for name in names for core in plan[name]}
+    assert all(plan[name] for name in plan)
+    assert not given_to_rollouts & set(plan["learner-0"])
+    assert given_to_rollouts | set(plan["learner-0"]) == set(range(cores))
+
+
+@pytest.mark.parametrize("setting", ["auto", "shared"])
+def test_one_core_is_for_everybody(setting: str) -> None:
+    assert set(plan_cores(setting, INSTANCES, [5]).values()) == {(5,)}
+
+
+def test_shared_lets_everybody_use_every_core() -> None:
+    assert set(plan_cores("shared", INSTANCES, [0, 1, 2]).values()) == {(0, 1, 2)}
+
+
+def test_a_map_names_services_or_instances_and_leaves_the_others_free() -> None:
+    plan = plan_cores({"rollout": (0, 1), "learner-0": (3,)}, INSTANCES, [0, 1, 2, 3])
+    assert (plan["rollout-0"], plan["rollout-1"], plan["learner-0"]) == ((0,), (1,), (3,))
+    assert plan["broker"] == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"lerner": (0,)}, r"cores\.lerner: there is no such service"),
+        ({"learner": (0, 9)}, r"cores\.learner names \[9\]; the cores here are \[0\]"),
+        ({"learner": ()}, r"cores\.learner names no core"),
+    ],
+)
+def test_a_map_of_what_is_not_there_is_refused_on_one_core_too(setting: dict[str, tuple[int, ...]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_cores(setting, INSTANCES, [0])
+
+
+def test_busy_services_run_a_thread_a_core_and_the_others_one() -> None:
+    assert process_environment("learner", (4, 5, 6))["OMP_NUM_THREADS"] == "3"
+    assert process_environment("reward", (0, 1, 2, 3))["OMP_NUM_THREADS"] == "1"
+
+
+def test_waiting_threads_sleep() -> None:
+    environment = process_environment("rollout", (0,))
+    assert environment["OMP_WAIT_POLICY"] == "passive"
+    assert environment["GOMP_SPINCOUNT"] == environment["KMP_BLOCKTIME"] == "0"

@@ -1,0 +1,99 @@
+"""`stretto check`: what follows from a config, and every fault in one go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config import parse_config
+from shared.errors import ConfigError
+from stretto.check import check_run, derived
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, Any]:
+    """A config whose files are there; the model is a header without weights."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    (model / "tokenizer.json").touch()
+    header = json.dumps({"__metadata__": {}, "w": {"dtype": "F32", "shape": [1000, 1000]}, "b": {"shape": []}}).encode()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for name, rows in (("train", 20), ("heldout", 5)):
+        lines = [json.dumps({"prompt": f"{name} {i}", "answer": "1"}) for i in range(rows)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return {
+        "model": str(model),
+        "prompts_per_step": 4,
+        "samples_per_prompt": 8,
+        "epochs": 3,
+        "max_staleness": 2,
+        "sampling": {"max_tokens": 16},
+        "data": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")},
+        "reward": {"signals": [{"name": "exact", "function": "exact_match"}]},
+        "evaluation": {"every": 5, "prompts": 64},
+    }
+
+
+def test_the_values_that_follow_from_a_config(tree: dict[str, Any]) -> None:
+    config = parse_config(tree)
+    values = dict(derived(config, check_run(config)))
+    assert values["samples per step"] == "32 (8 a prompt)"
+    assert values["new tokens per step"] == "at most 512 (16 a sample)"
+    assert values["groups in flight"] == "at most 12 (max_staleness 2)"
+    assert values["steps"] == "15"
+    assert values["evaluations"] == "4"  # versions 0, 5, 10 and 15
+    assert values["held-out prompts"] == "5 of 5"
+    assert values["first prompt"] == "'train 0'"
+    assert values["parameters"] == "1.0 M"
+    assert "text" in values["stage reward"] and "rewards" in values["stage learner"]
+    assert values["cores of learner"]
+
+
+def test_all_faults_are_told_in_one_go(tree: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def colour(completion, hue): return 1.0\n")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    tree["data"]["heldout"] = str(tmp_path / "missing.jsonl")
+    tree["samples_per_prompt"] = 1
+    tree["cores"] = {"learner": [100_000]}
+    tree["reward"]["signals"] += [
+        {"name": "own", "function": f"{tmp_path}/own.py:colour"},
+        {"name": "typo", "function": "exact_mach"},
+    ]
+    with pytest.raises(ConfigError) as raised:
+        check_run(parse_config(tree))
+    text = str(raised.value)
+    for fault in (
+        "no tokenizer",
+        "missing.jsonl",
+        "at least 2",
+        "[100000]",
+        "needs 'hue'",
+        "'exact_mach' is not built in",
+    ):
+        assert fault in text
+    assert len(text.splitlines()) == 1 + 6
+
+
+def test_fewer_rows_than_a_step_needs_are_a_fault(tree: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="too few rows"):
+        check_run(parse_config(tree | {"prompts_per_step": 100, "max_staleness": 0}))
+
+
+def test_a_check_imports_neither_torch_nor_transformers(tree: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))  # JSON is YAML
+    script = (
+        "import sys; from stretto.cli import app; app(['check', sys.argv[1]], standalone_mode=False); "
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "config.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "the config is fine" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False False"
