@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.reward.pool import WorkerPool
-from services.reward.signals import Function, Score, arguments_of, finite, invalid, read_answer
+from services.reward.signals import Function, Score, arguments_of, finite, invalid, no_answer, raised, read_answer
 from shared.config import Reward
 from shared.errors import StrettoError
 from shared.group import Columns, RewardStatus, TrajectoryGroup, ragged_text
@@ -89,8 +89,8 @@ class Scorer:
                 return read_answer(await function.call(arguments), name)
         except Exception as error:
             if deadline.expired():
-                return invalid(f"{name} gave no answer in {self._reward.timeout_s:g} s")
-            return invalid(f"{name} raised {type(error).__name__}: {error}")
+                return no_answer(name, self._reward.timeout_s)
+            return raised(name, error)
 
 
 def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:

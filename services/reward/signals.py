@@ -21,6 +21,7 @@ PROVIDED = ("prompt", "messages", "completion", "finish_reason", "n_tokens")
 """Arguments that any reward function may take, beside the fields of the row and its own args."""
 
 LARGEST = float(np.finfo("f4").max)
+LONGEST_REASON = 500  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,17 @@ def abstain() -> Score:
 
 def invalid(reason: str) -> Score:
     """The signal failed. Never a 0: the sample leaves baseline and loss."""
-    return Score(RewardStatus.INVALID, reason=reason)
+    return Score(RewardStatus.INVALID, reason=reason[:LONGEST_REASON])
+
+
+def no_answer(signal: str, timeout_s: float) -> Score:
+    """The function took too long."""
+    return invalid(f"{signal} gave no answer in {timeout_s:g} s")
+
+
+def raised(signal: str, error: BaseException) -> Score:
+    """The function raised an error."""
+    return invalid(f"{signal} raised {type(error).__name__}: {error}")
 
 
 class Function:

@@ -106,7 +106,7 @@ def test_a_class_is_made_once_when_it_is_prepared(signal: MakeSignal) -> None:
 def test_a_class_that_cannot_be_made_says_why(signal: MakeSignal) -> None:
     function = Function(signal("Unwilling", name="mine"))  # a check makes nothing
     with pytest.raises(
-        StrettoError, match="reward signal mine: .*Unwilling cannot be made: OSError: no index at /data"
+        StrettoError, match=r"reward signal mine: .*Unwilling cannot be made: OSError: no index at /data"
     ):
         function.prepare()
 

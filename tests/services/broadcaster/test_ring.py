@@ -1,0 +1,162 @@
+"""The ring of slots under every order of acquiring, publishing, following, leaving and falling silent."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.broadcaster.ring import Ring, Snapshot
+from shared.errors import ProtocolError
+
+READERS = ("a", "b", "c", "d")
+
+
+def snapshot(slot: int, version: int, path: str = "f") -> Snapshot:
+    return Snapshot(slot, 0, version, path, {})
+
+
+def published(ring: Ring, version: int, now: float = 0.0) -> int:
+    slot = ring.acquire(now)
+    assert slot is not None
+    ring.publish(snapshot(slot, version))
+    return slot
+
+
+def test_a_rollout_gets_the_newest_and_versions_in_between_are_skipped():
+    ring = Ring(3, 60)
+    published(ring, 0)
+    published(ring, 1)
+    offer = ring.follow("a", None, 0, -1)
+    assert offer.version == 1
+    assert ring.follow("a", offer.slot, 0, 1) is None
+
+
+def test_the_learner_never_writes_what_is_read_or_what_it_computes_on():
+    ring = Ring(3, 60)
+    first = published(ring, 0)
+    ring.follow("a", None, 0, -1)
+    second = published(ring, 1)
+    third = ring.acquire(0.0)
+    assert len({first, second, third}) == 3
+
+
+def test_a_rollout_that_does_not_let_go_loses_its_slot_after_the_deadline_and_is_told():
+    ring = Ring(3, 60)
+    slot = published(ring, 0)
+    ring.follow("slow", None, 0, -1)
+    other = published(ring, 1)
+    ring.follow("quick", None, 0, -1)
+    published(ring, 2)
+    assert ring.acquire(10.0) is None
+    assert ring.blockers() == ["slow", "quick"]
+    ring.follow("quick", other, 0, 1)
+    assert ring.acquire(69.0) is None
+    assert ring.acquire(70.0) is not None
+    with pytest.raises(ProtocolError, match="slow kept slot 0 for more than 60 s and lost it"):
+        ring.follow("slow", slot, 0, 0)
+    assert ring.follow("slow", None, 0, -1).version == 2  # once started again it is welcome
+
+
+def test_a_rollout_that_left_blocks_nobody():
+    ring = Ring(3, 60)
+    published(ring, 0)
+    ring.follow("a", None, 0, -1)
+    published(ring, 1)
+    ring.follow("b", None, 0, -1)
+    published(ring, 2)
+    assert ring.acquire(0.0) is None
+    ring.leave("a")
+    assert ring.acquire(0.0) is not None
+
+
+def test_a_learner_that_started_again_is_the_newest_whatever_its_version():
+    ring = Ring(3, 60)
+    published(ring, 5)
+    slot = ring.acquire(0.0)
+    ring.forget()
+    ring.publish(snapshot(slot, 2, path="another"))
+    assert ring.newest.version == 2
+
+
+def test_only_an_acquired_slot_is_published():
+    ring = Ring(3, 60)
+    with pytest.raises(ProtocolError, match="slot 1 was not acquired"):
+        ring.publish(snapshot(1, 0))
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A learner and four rollouts, each doing what it may in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = Ring(3, deadline_s=10.0)
+        self.now = 0.0
+        self.version = -1
+        self.writing: int | None = None
+        self.reading: dict[str, tuple[int, int]] = {}
+        self.offered: dict[str, tuple[int, int]] = {}
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 20.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @precondition(lambda self: self.writing is None)
+    @rule()
+    def learner_acquires(self):
+        self.writing = self.ring.acquire(self.now)
+        if self.writing is not None:
+            held = {**self.reading, **self.offered}
+            for reader in [r for r in READERS if r in held and self.holds(r, self.writing)]:
+                self.forget(reader)  # only a reader that was told it lost its slot may still have had it
+                with pytest.raises(ProtocolError):
+                    self.ring.follow(reader, self.writing, 0, 0)
+
+    @precondition(lambda self: self.writing is not None)
+    @rule()
+    def learner_publishes(self):
+        self.version += 1
+        self.ring.publish(snapshot(self.writing, self.version))
+        self.writing = None
+
+    @rule(reader=st.sampled_from(READERS))
+    def rollout_follows(self, reader):
+        if reader in self.offered:
+            self.reading[reader] = self.offered.pop(reader)
+        slot, version = self.reading.get(reader, (None, -1))
+        try:
+            offer = self.ring.follow(reader, slot, 0, version)
+        except ProtocolError:
+            self.forget(reader)
+            return
+        if offer is not None:
+            assert offer.version == self.version > version
+            self.offered[reader] = (offer.slot, offer.version)
+
+    @rule(reader=st.sampled_from(READERS))
+    def rollout_leaves(self, reader):
+        self.ring.leave(reader)
+        self.forget(reader)
+
+    def forget(self, reader):
+        self.reading.pop(reader, None)
+        self.offered.pop(reader, None)
+
+    def holds(self, reader, slot):
+        return slot in (self.reading.get(reader, (None,))[0], self.offered.get(reader, (None,))[0])
+
+    @invariant()
+    def nobody_reads_what_is_written(self):
+        if self.writing is not None:
+            assert not [reader for reader in READERS if self.holds(reader, self.writing)]
+            assert self.ring.newest is None or self.ring.newest.slot != self.writing
+
+    def teardown(self):
+        if self.writing is None:
+            self.ring.acquire(self.now)
+            assert self.ring.acquire(self.now + 10.0) is not None  # the learner never waits forever
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,160 @@
+"""The weight path from the learner's masters to an engine, over real sockets and shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.channel import Server
+from services.broadcaster.service import Broadcaster
+from services.learner.hf import HFBackend
+from services.learner.publisher import Publisher
+from services.rollout.embedded.engine import EmbeddedEngine
+from services.rollout.engine import Request
+from services.rollout.follower import Follower
+from shared.config import Sampling, parse_config
+from shared.errors import WeightsError
+
+
+def config_of(model, dtype="float32", **weights):
+    return parse_config(
+        {
+            "model": str(model),
+            "steps": 1,
+            "prompts_per_step": 1,
+            "samples_per_prompt": 2,
+            "data": {"train": "none"},
+            "reward": {"signals": [{"name": "s", "function": "exact_match"}]},
+            "learner": {"dtype": dtype},
+            "rollout": {"dtype": dtype},
+            "weights": weights,
+        }
+    )
+
+
+class Path:
+    """A learner's publisher, a broadcaster, and one engine that follows."""
+
+    def __init__(self, config, address):
+        self.config = config
+        self.backend = HFBackend.load(config.model, config.learner)
+        self.publisher = Publisher(address, "test", self.backend, config)
+        self.engine = EmbeddedEngine.load(config.model, dtype=config.rollout.dtype, max_samples=8)
+        self.versions = []
+        self.follower = Follower(address, self.engine, config, "rollout-0", on_version=self.versions.append)
+
+    async def publish(self, version):
+        tensors = await self.publisher.acquire(0, version)
+        self.publisher.write(tensors)
+        await self.publisher.publish(0, version)
+
+    def train(self, amount=0.05):
+        generator = torch.Generator().manual_seed(len(self.versions))
+        with torch.no_grad():
+            for parameter in self.backend.parameters.values():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
+
+
+@asynccontextmanager
+async def weight_path(model, tmp_path, monkeypatch, dtype="float32", **weights):
+    monkeypatch.setenv("STRETTO_SHM", str(tmp_path))
+    config = config_of(model, dtype, **weights)
+    server = Server("tcp://127.0.0.1:0", Broadcaster(config.weights).handle)
+    task = asyncio.create_task(server.run())
+    path = Path(config, server.address)
+    try:
+        yield path
+    finally:
+        await path.engine.close()
+        await path.follower._client.close()
+        await path.publisher.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_an_engine_serves_each_version_with_the_learners_weights_in_place(
+    tiny_model, tmp_path, monkeypatch, dtype
+):
+    async with weight_path(tiny_model, tmp_path, monkeypatch, dtype) as path:
+        for version in range(5):
+            path.train()
+            await path.publish(version)
+            await path.follower.follow()
+            assert path.engine.version == version
+            slot = path.publisher._file.tensors(path.follower._slot)
+            for name, parameter in path.engine.model.named_parameters():
+                own = path.backend._model.get_parameter(name)
+                assert torch.equal(parameter, own), name
+                assert torch.equal(parameter, slot[name])
+        assert path.versions == [0, 1, 2, 3, 4]
+
+
+async def test_weights_are_swapped_while_samples_are_in_flight(tiny_model, tmp_path, monkeypatch):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        await path.publish(0)
+        await path.follower.follow()
+        sampling = Sampling(max_tokens=400, ignore_eos=True)
+        generating = asyncio.create_task(path.engine.generate(Request("r", [1, 2, 3], 4, sampling, 0)))
+        for version in (1, 2, 3):
+            path.train()
+            await path.publish(version)
+            await path.follower.follow()
+        samples = await generating
+        for sample in samples:
+            assert len(sample.tokens) == 400
+            assert set(np.diff(sample.versions)) <= {0, 1, 2, 3} and sample.versions[-1] == 3
+
+
+async def test_wrong_weights_are_never_served(tiny_model, tmp_path, monkeypatch):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        await path.publish(0)
+        await path.follower.follow()
+        path.train()
+        swap = path.engine.swap
+
+        async def forgets_a_tensor(weights):
+            tensors = dict(weights.tensors)
+            name = next(n for n in tensors if "mlp" in n)
+            tensors[name] = torch.zeros_like(tensors[name])
+            return await swap(type(weights)(weights.lineage, weights.version, tensors))
+
+        path.engine.swap = forgets_a_tensor
+        await path.publish(1)
+        with pytest.raises(WeightsError, match="off by .* at version 1 .*also after a second load"):
+            await path.follower.follow()
+        assert path.versions == [0]
+
+
+async def test_a_tied_head_follows_its_embedding(tiny_model, tmp_path, monkeypatch):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        path.train()
+        await path.publish(0)
+        await path.follower.follow()
+        model = path.engine.model
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+async def test_a_damaged_snapshot_is_refused(tiny_model, tmp_path, monkeypatch):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        tensors = await path.publisher.acquire(0, 0)
+        path.publisher.write(tensors)
+        next(iter(tensors.values())).view(-1)[0] += 1
+        await path.publisher.publish(0, 0)
+        with pytest.raises(WeightsError, match="buckets of slot 0"):
+            await path.follower.follow()
+        assert path.versions == []
+
+
+async def test_a_rollout_notices_that_its_slot_was_overwritten(tiny_model, tmp_path, monkeypatch):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        await path.publish(0)
+        await path.follower.follow()
+        path.follower.check_slot()
+        path.publisher._file.begin(path.follower._slot)
+        with pytest.raises(WeightsError, match="version 0 was overwritten while rollout-0 still used it"):
+            path.follower.check_slot()
