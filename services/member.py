@@ -39,7 +39,7 @@ CLEANUP_S = 5.0
 class Member:
     """One service in a run.
 
-    config, run_folder, run_id, total_steps: from the broker's welcome. lineage, version: the newest that the broker told of.
+    config, run_folder, run_id, total_steps: from the broker's welcome. lineage, version: the newest that it told of.
     state, holds_version, figures: what the next heartbeat tells the broker. account: where this service's time goes.
     """
 

@@ -116,8 +116,9 @@ class TrajectoryGroup:
 
 
 def offsets_name(column: str) -> str:
-    """Name of the column that holds the cumulative lengths of a ragged column: `<column>_offsets`, except that
-    columns with one value a token share the offsets of `tokens`.
+    """Name of the column with a ragged column's cumulative lengths.
+
+    It is `<column>_offsets`; columns with one value a token share the offsets of `tokens`.
     """
     return "tokens_offsets" if column in TOKEN_COLUMNS else f"{column}_offsets"
 
@@ -146,7 +147,7 @@ def ragged_text(name: str, texts: Sequence[str]) -> Columns:
     return ragged(name, [np.frombuffer(text.encode(), dtype="u1") for text in texts], "u1")
 
 
-def version_runs(versions: Sequence[int]) -> np.ndarray:
+def version_runs(versions: Sequence[int] | np.ndarray) -> np.ndarray:
     """[R, 2] int32 runs (version, number of tokens) of one sample, from the version of each of its tokens."""
     array = np.asarray(versions, dtype="i4")
     if not len(array):

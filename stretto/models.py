@@ -66,7 +66,7 @@ def _smollm2(folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
         from transformers.utils import logging
 
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
         # A model that came from GGUF refuses to be saved, so its weights move to a fresh one.
@@ -119,7 +119,7 @@ def _tiny(folder: Path) -> None:
     bytewise.decoder = decoders.ByteLevel()
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     bytewise.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bytewise,
         eos_token="<|end|>",
         pad_token="<|end|>",

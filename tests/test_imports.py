@@ -74,7 +74,9 @@ def test_importing_stretto_is_quick_and_light():
     assert heavy.strip() == "[]"
 
 
-@pytest.mark.parametrize("service", ["services.broker.server", "services.broadcaster.service", "services.reward.service"])
+@pytest.mark.parametrize(
+    "service", ["services.broker.server", "services.broadcaster.service", "services.reward.service"]
+)
 def test_services_without_a_model_start_without_torch(service):
     script = f"import sys, {service}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

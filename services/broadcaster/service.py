@@ -1,4 +1,4 @@
-"""The broadcaster: tells the learner which slot to write and the rollouts which snapshot to read. It holds no weights."""
+"""The broadcaster: tells the learner which slot to write and the rollouts which snapshot to read. No weights here."""
 
 from __future__ import annotations
 

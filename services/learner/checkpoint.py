@@ -52,11 +52,15 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
-        return (self._all() or [None])[-1]
+        return max(self._all(), key=_version, default=None)
 
     def _all(self) -> list[Path]:
         complete = [path for path in self.folder.glob("checkpoint-*") if (path / STATE_FILE).is_file()]
-        return sorted(complete, key=lambda path: int(path.name.rpartition("-")[2]))
+        return sorted(complete, key=_version)
+
+
+def _version(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def restore(checkpoint: Path, trainer: Trainer) -> None:

@@ -20,7 +20,7 @@ LOGIT_CHUNK = 1024
 """Positions whose logits exist at once: [LOGIT_CHUNK, vocabulary] float32 is the largest tensor of a step."""
 
 EAGER_SCORES = 1 << 18
-"""[R, S, S] attention scores up to which plain attention is used on CPU, where it is three times faster for short rows."""
+"""[R, S, S] attention scores up to which plain attention is used: on CPU it is three times faster for short rows."""
 
 PROBE_TEXT = (
     "Weights flow one way: from the learner, which trains them, to the rollouts, which generate with them. "
@@ -55,7 +55,7 @@ class HFBackend:
         return cls(model, words, learner)
 
     def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the samples' tokens ([K] float32, with gradient) and the entropy there ([K] float32, without)."""
+        """Log-probs of the samples' tokens ([K] float32, with gradient) and entropies ([K] float32, without)."""
         n_rows, width = rows.ids.shape
         self._model.set_attn_implementation("eager" if n_rows * width**2 <= EAGER_SCORES else "sdpa")
         mask = torch.from_numpy(rows.attention())[:, None]
@@ -77,7 +77,7 @@ class HFBackend:
             return self._chunk_logprobs(hidden, target, temperature)
         parts = [
             checkpoint(self._chunk_logprobs, h, t, temperature, use_reentrant=False)
-            for h, t in zip(hidden.split(LOGIT_CHUNK), target.split(LOGIT_CHUNK), strict=True)
+            for h, t in zip(torch.split(hidden, LOGIT_CHUNK), torch.split(target, LOGIT_CHUNK), strict=True)
         ]
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
@@ -93,7 +93,7 @@ class HFBackend:
         """Add the gradients of the compute weights to those of the masters, and clear them."""
         for name, (module, attribute) in self._owners.items():
             weight = module._parameters[attribute]
-            if weight.grad is None:
+            if weight is None or weight.grad is None:
                 continue
             master = self.parameters[name]
             if master.grad is None:
@@ -133,7 +133,7 @@ class HFBackend:
 
     def probe_tokens(self, length: int) -> list[int]:
         """Token ids of a fixed text, `length` of them."""
-        ids = self._tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self._tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
         return (ids * (length // len(ids) + 1))[:length]
 
     def save(self, folder: Path) -> None:

@@ -40,9 +40,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return (p * -g).scatter_add_(-1, target[:, None], g), None, None
 
 
-def token_logprobs(
-    logits: torch.Tensor, target: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(logits: torch.Tensor, target: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target ([K] float32) and the entropy there ([K] float32, without gradient).
 
     logits: [K, V] in any float dtype; target: [K] int64; temperature: what the logits are divided by.

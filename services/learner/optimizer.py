@@ -31,7 +31,7 @@ class Optimizer:
         )
 
     def step(self) -> torch.Tensor:
-        """Clip, step, and clear the gradients; returns the gradient norm before clipping (a scalar, not synchronised)."""
+        """Clip, step, and clear the gradients; returns the gradient norm before clipping, a scalar tensor."""
         limit = math.inf if self._learner.clip_norm is None else self._learner.clip_norm
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit, foreach=True)
         self.adamw.param_groups[0]["lr"] = self.lr

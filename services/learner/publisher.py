@@ -52,7 +52,7 @@ class Publisher:
                 )
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the weights into the slot, compute with them from now on, and make the manifest. In the trainer thread."""
+        """Write the weights into the slot, compute with them from now on, make the manifest. In the trainer thread."""
         start = time.perf_counter()
         self._backend.write_snapshot(tensors)
         self._backend.use_snapshot(tensors)

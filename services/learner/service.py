@@ -124,7 +124,7 @@ class LearnerService:
             await self._save()
 
     async def _publish(self) -> None:
-        """Write the weights into a free snapshot slot, compute with them from now on, and offer them to the rollouts."""
+        """Write the weights into a free slot, compute with them from now on, and offer them to the rollouts."""
         version = self._trainer.version
         with self._member.account.within("weights"):
             tensors = await self._publisher.acquire(self._member.lineage, version)

@@ -131,7 +131,7 @@ class Trainer:
         if found["drift/mean"] > tolerance or found.get("clip_fraction", 0.0) > 0.05:
             raise SelfCheckError(
                 f"engine and learner disagree before the first update: log-probs of the engine's samples differ by "
-                f"{found['drift/mean']:.3g} on average (allowed: {tolerance:g}) and by {found['drift/max']:.3g} at most. "
+                f"{found['drift/mean']:.3g} on average (allowed: {tolerance:g}), at most by {found['drift/max']:.3g}. "
                 "Likely causes: another temperature or sampling filter on one side, a dtype that is too coarse, or a "
                 "chat template or end token that the engine treats differently"
             )

@@ -15,17 +15,14 @@ class WorkerPool:
     """Runs functions by the name of their signal, in the order of the calls, each in the first worker that is free."""
 
     def __init__(self, functions: list[Signal], workers: int, timeout_s: float) -> None:
-        self._functions = functions
-        self._n_workers = workers
-        self._timeout_s = timeout_s
-        self._workers: list[Worker] = []
+        self._workers = [Worker(functions, timeout_s) for _ in range(workers)]
         self._free: asyncio.Queue[Worker] = asyncio.Queue()
 
     async def start(self) -> None:
         """Start the workers. Raises StrettoError where one cannot load the functions."""
-        self._workers = [Worker(self._functions, self._timeout_s) for _ in range(self._n_workers)]
-        for worker in self._workers:
-            if fault := await worker.ready():
+        faults = await asyncio.gather(*(worker.ready() for worker in self._workers))
+        for worker, fault in zip(self._workers, faults, strict=True):
+            if fault is not None:
                 raise StrettoError(fault)
             self._free.put_nowait(worker)
 

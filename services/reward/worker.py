@@ -8,6 +8,7 @@ import os
 import signal as signals
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from services.process import die_with
@@ -31,64 +32,70 @@ class Worker:
     def __init__(self, functions: list[Signal], timeout_s: float) -> None:
         self._functions = functions
         self._timeout_s = timeout_s
-        self._start()
+        self._process: SpawnProcess | None = None
+        self._pipe: Connection
 
     async def ready(self) -> str | None:
-        """Wait until the functions are loaded. Returns why that failed, where it did."""
-        if self._loading:
-            try:
-                self._fault = await self._receive(START_DEADLINE_S)
-            except TimeoutError:
-                self._fault = f"a reward worker did not load its functions in {START_DEADLINE_S:.0f} s"
-            except (EOFError, OSError):
-                self._fault = "a reward worker ended while it loaded its functions"
-            self._loading = False
-        return self._fault
+        """Have a process that has loaded the functions. Returns why there is none, where that fails."""
+        if self._process is not None and self._process.is_alive():
+            return None
+        self._kill()
+        self._start()
+        fault: str | None
+        try:
+            fault = await self._receive(START_DEADLINE_S)
+        except TimeoutError:
+            fault = f"a reward worker did not load its functions in {START_DEADLINE_S:.0f} s"
+        except (EOFError, OSError):
+            fault = "a reward worker ended while it loaded its functions"
+        except asyncio.CancelledError:
+            self._kill()
+            raise
+        if fault:
+            self._kill()
+        return fault
 
     async def score(self, signal: str, arguments: dict[str, Any]) -> Score:
         """The score of one sample. A function that raises, hangs or ends the process makes it invalid."""
-        if self._dropped or not self._process.is_alive():
-            self._start()
+        if fault := await self.ready():
+            return invalid(fault)
         try:
-            if fault := await self.ready():
-                self._drop()
-                return invalid(fault)
             self._pipe.send((signal, arguments))
             score: Score = await self._receive(self._timeout_s)
         except TimeoutError:
-            self._drop()
+            self._kill()
             return no_answer(signal, self._timeout_s)
         except (EOFError, OSError):
-            await asyncio.to_thread(self._process.join, END_DEADLINE_S)
-            self._drop()
-            return invalid(f"{signal} ended its process (exit code {self._process.exitcode})")
+            return invalid(f"{signal} ended its process (exit code {await self.end()})")
         except asyncio.CancelledError:
-            self._drop()
+            self._kill()
             raise
         return score
 
-    async def end(self) -> None:
-        """End the process, whatever it is doing."""
-        self._drop()
-        await asyncio.to_thread(self._process.join, END_DEADLINE_S)
+    async def end(self) -> int | None:
+        """End the process, whatever it is doing. Returns its exit code."""
+        process = self._kill()
+        if process is None:
+            return None
+        await asyncio.to_thread(process.join, END_DEADLINE_S)
+        return process.exitcode
 
     def _start(self) -> None:
         self._pipe, theirs = _spawn.Pipe()
         self._process = _spawn.Process(target=_serve, args=(theirs, self._functions, os.getpid()), name="reward worker")
         self._process.start()
         theirs.close()
-        self._loading, self._dropped = True, False
-        self._fault: str | None = None
 
-    def _drop(self) -> None:
-        """Kill the process and what it started."""
-        if self._dropped:
-            return
-        with suppress(ProcessLookupError):  # it ended itself, or has no group of its own yet
-            os.killpg(self._process.pid or 0, signals.SIGKILL)
-        self._process.kill()
-        self._pipe.close()
-        self._dropped = True
+    def _kill(self) -> SpawnProcess | None:
+        """Kill the process and what it started. Returns it, to be joined; a process that ended keeps its exit code."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.pid is not None
+            with suppress(ProcessLookupError):  # it ended, or has no group of its own yet
+                os.killpg(process.pid, signals.SIGKILL)
+            process.kill()
+            self._pipe.close()
+        return process
 
     async def _receive(self, within_s: float) -> Any:
         """The next message of the process. Raises TimeoutError, and EOFError or OSError where the process ended."""

@@ -52,12 +52,11 @@ class Weights:
 
 
 class Engine(Protocol):
-    """An inference engine. All methods are called from the service's event loop.
+    """An inference engine. All methods are called from the service's event loop."""
 
-    version: policy version of the weights it holds; -1 before the first swap.
-    """
-
-    version: int
+    @property
+    def version(self) -> int:
+        """Policy version of the weights it holds; -1 before the first swap."""
 
     async def generate(self, request: Request) -> list[Sample]:
         """The n samples of a request. Any number of requests may be in flight.
@@ -75,7 +74,7 @@ class Engine(Protocol):
         """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1."""
 
     def stats(self) -> dict[str, float]:
-        """Figures since the start: samples in flight and waiting, tokens and samples produced, busy seconds, …"""
+        """Figures by name: samples in flight and waiting; tokens, samples and busy seconds since the start."""
 
     async def close(self) -> None:
         """Stop; requests in flight end with an error."""

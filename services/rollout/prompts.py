@@ -60,8 +60,8 @@ class PromptRenderer:
         after = self._render([*chat, {"role": "assistant", "content": "yes"}], add_generation_prompt=False)
         if after[: len(before)] != before:
             raise SelfCheckError(
-                "the chat template rewrites the prompt once an answer follows, so the policy would be trained on another "
-                f"prompt than it answered: {self._tokenizer.decode(before)!r} is no prefix of "
+                "the chat template rewrites the prompt once an answer follows, so the policy would be trained on "
+                f"another prompt than it answered: {self._tokenizer.decode(before)!r} is no prefix of "
                 f"{self._tokenizer.decode(after)!r}"
             )
         if not end_tokens & set(after[len(before) :]):

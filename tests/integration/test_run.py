@@ -16,7 +16,9 @@ def test_a_run_trains_evaluates_saves_and_reports(workplace):
     folder = workplace.run_folder
     report = json.loads((folder / "report.json").read_text())
     assert report["steps"] == 4 and report["state"] == "finished"
-    assert {"heldout_accuracy_before", "heldout_accuracy_after", "overlap_ratio", "sequences_per_s", "wall_s"} <= set(report)
+    assert {"heldout_accuracy_before", "heldout_accuracy_after", "overlap_ratio", "sequences_per_s", "wall_s"} <= set(
+        report
+    )
     assert (folder / "curves.png").stat().st_size > 10_000 and (folder / "timeline.png").stat().st_size > 5_000
     assert [m["version"] for m in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     assert sorted(e["version"] for e in read_lines(folder / "evaluations.jsonl")) == [0, 2, 4]

@@ -63,7 +63,7 @@ async def test_a_repeated_request_is_carried_out_once_and_gets_the_same_answer(m
         calls.append(message.body)
         return Located(address=str(len(calls)))
 
-    async with serving(handle) as (server, client):
+    async with serving(handle) as (server, _):
         frames = encode(Message(Locate(service="learner", wait_ms=0), {}, b"0123456789abcdef"))
         raw = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         raw.connect(server.address)
@@ -122,7 +122,7 @@ async def test_a_malformed_message_is_counted_and_the_server_goes_on():
         raw.connect(server.address)
         await raw.send_multipart([b"\xc1nonsense"])
         await raw.send_multipart([b""])
-        await raw.send_multipart(encode(Message(Drain(reason="r"))) + [b"one frame too many"])
+        await raw.send_multipart([*encode(Message(Drain(reason="r"))), b"one frame too many"])
         refusal = await asyncio.wait_for(raw.recv_multipart(), 5)
         raw.close(linger=0)
         assert b"bad_frame" in refusal[0]

@@ -125,7 +125,7 @@ async def test_wrong_weights_are_never_served(tiny_model, tmp_path, monkeypatch)
 
         path.engine.swap = forgets_a_tensor
         await path.publish(1)
-        with pytest.raises(WeightsError, match="off by .* at version 1 .*also after a second load"):
+        with pytest.raises(WeightsError, match=r"off by .* at version 1 .*also after a second load"):
             await path.follower.follow()
         assert path.versions == [0]
 

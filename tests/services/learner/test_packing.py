@@ -78,7 +78,8 @@ def test_packed_log_probs_are_those_of_each_sample_alone(backend, budget):
     for rows in micro_batches(batch, budget):
         logprobs, _ = backend.logprobs(pack(rows), 0.7)
         parts = logprobs.detach().split([len(row.group.tokens[i]) for row in rows for i in row.samples])
-        for part, (row, i) in zip(parts, [(row, i) for row in rows for i in row.samples], strict=True):
+        samples = [(row, i) for row in rows for i in row.samples]
+        for part, (row, i) in zip(parts, samples, strict=True):
             ids = torch.tensor([[*row.group.prompt.tolist(), *row.group.tokens[i].tolist()]])
             logits = backend._model(ids).logits[0, len(row.group.prompt) - 1 : -1].float() / 0.7
             alone = torch.log_softmax(logits, -1).gather(-1, ids[0, len(row.group.prompt) :, None])[:, 0]

@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_finite_names_its_groups(new_trainer):
     with torch.no_grad():
         next(iter(trainer.backend.parameters.values())).fill_(float("nan"))
     trainer.backend.use_snapshot(None)
-    with pytest.raises(StrettoError, match="the loss of version 1 is nan .*groups g1"):
+    with pytest.raises(StrettoError, match=r"the loss of version 1 is nan .*groups g1"):
         trainer.step([make_group(1)])
 
 
@@ -123,5 +123,7 @@ def test_the_self_check_passes_where_engine_and_learner_agree(new_trainer):
 
 def test_the_self_check_names_the_difference_where_they_do_not(new_trainer):
     trainer = new_trainer()
-    with pytest.raises(SelfCheckError, match=r"differ by 0\.3 on average .allowed: 0\.001.*Likely causes: another temp"):
+    with pytest.raises(
+        SelfCheckError, match=r"differ by 0\.3 on average .allowed: 0\.001.*Likely causes: another temp"
+    ):
         trainer.self_check([with_own_logprobs(trainer, make_group(1), shift=0.3)])

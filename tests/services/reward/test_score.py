@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal as signals
@@ -14,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from services.reward.pool import WorkerPool
 from services.reward.score import ASYNC_AT_ONCE, Scorer, combine
 from services.reward.signals import abstain, invalid, ok
 from shared.config import Signal
@@ -157,6 +159,7 @@ async def test_a_class_that_cannot_be_made_stops_the_start(start_scorer: StartSc
 
 SERVICE = """
 import asyncio, sys
+from services.reward.pool import WorkerPool
 from services.reward.score import Scorer
 from shared.config import Reward, Signal
 from shared.group import Prompt, TrajectoryGroup, ragged, ragged_text
@@ -183,3 +186,20 @@ def test_no_worker_outlives_a_service_that_is_killed(tmp_path: Path) -> None:
         worker = psutil.Process(int(fifo.read_text()))
         service.send_signal(signals.SIGKILL)
     worker.wait(10)
+
+
+async def test_a_cancelled_call_frees_its_worker_and_ends_the_process(signal: MakeSignal, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    pool = WorkerPool([signal("tell_and_hang", name="hang"), signal("obey")], workers=1, timeout_s=60)
+    await pool.start()
+    try:
+        call = asyncio.create_task(pool.score("hang", {"fifo": str(fifo)}))
+        process = psutil.Process(int(await asyncio.to_thread(fifo.read_text)))
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await pool.score("s", {"completion": "2"}) == ok(2)
+        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    finally:
+        await pool.close()
