@@ -147,6 +147,14 @@ def serve(
 
 
 @app.command()
+def settings() -> None:
+    """Print every setting with its default and meaning, as Markdown."""
+    from stretto.settings import settings_page
+
+    print(settings_page(), end="")
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     console.print(__version__, highlight=False)
