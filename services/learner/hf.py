@@ -128,6 +128,7 @@ class HFBackend:
     def score(self, tokens: list[int]) -> np.ndarray:
         """[T-1] float32 log-probs of tokens[1:] at temperature 1."""
         ids = torch.tensor([tokens])
+        self._model.set_attn_implementation("sdpa")  # as the engine scores: in bfloat16 another kernel rounds otherwise
         hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
         return self._chunk_logprobs(hidden, ids[0, 1:], 1.0)[0].numpy()
 

@@ -17,8 +17,11 @@ from shared.log import log
 from shared.snapshot import Manifest, SnapshotFile
 
 LONG_POLL_S = 20.0
-TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
-"""Largest |engine − learner| log-prob of a probe token that is taken for rounding, by dtype."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Largest |engine − learner| log-prob of a probe token that is taken for rounding, by dtype.
+
+With the same kernels and number of threads on both sides it is 0; with others 0.1 was seen in bfloat16.
+"""
 
 
 class Follower:

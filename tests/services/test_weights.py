@@ -12,6 +12,7 @@ import torch
 from protocol.channel import Server
 from services.broadcaster.service import Broadcaster
 from services.learner.hf import HFBackend
+from services.learner.packing import PackedRows
 from services.learner.publisher import Publisher
 from services.rollout.embedded.engine import EmbeddedEngine
 from services.rollout.engine import Request
@@ -128,6 +129,28 @@ async def test_wrong_weights_are_never_served(tiny_model, tmp_path, monkeypatch)
         with pytest.raises(WeightsError, match=r"off by .* at version 1 .*also after a second load"):
             await path.follower.follow()
         assert path.versions == [0]
+
+
+async def test_the_probe_is_scored_alike_on_both_sides_after_an_update(tiny_model, tmp_path, monkeypatch):
+    """In bfloat16 another attention kernel rounds otherwise: training must not change what the probe is scored with."""
+    rows = PackedRows(
+        ids=np.array([[1, 2, 3]]),
+        positions=np.array([[0, 1, 2]]),
+        segment=np.array([[0, 0, 1]]),
+        source=np.array([1, 2]),
+        target=np.array([3, 4]),
+        logprobs=np.zeros(2, dtype="f4"),
+        advantages=np.ones(2, dtype="f4"),
+        sample=np.zeros(2, dtype="i8"),
+        mask=np.ones(2, dtype=bool),
+        n_samples=1,
+    )
+    async with weight_path(tiny_model, tmp_path, monkeypatch, "bfloat16", probe_tokens=64) as path:
+        for version in range(2):
+            path.backend.logprobs(rows, 1.0)
+            await path.publish(version)
+            await path.follower.follow()
+            assert path.follower.figures["weights/probe_error"] == 0
 
 
 async def test_a_tied_head_follows_its_embedding(tiny_model, tmp_path, monkeypatch):
