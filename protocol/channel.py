@@ -195,7 +195,7 @@ class Server:
             self._answers_bytes -= _size(oldest)
 
 
-def bind_socket(socket: zmq.asyncio.Socket, bind: str) -> str:
+def bind_socket(socket: zmq.Socket[Any], bind: str) -> str:
     """Bind and return the address as bound, with its port. Raises ConfigError."""
     try:
         socket.bind(bind)

@@ -21,12 +21,13 @@ class EventPublisher:
 
     def __init__(self, bind: str) -> None:
         """Raises ConfigError where the address cannot be bound."""
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PUB)
+        # A plain socket: publishing never blocks, so it needs no event loop.
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self.address = bind_socket(self._socket, bind)
 
-    async def publish(self, event: Event) -> None:
-        """Send to whoever listens; never waits for them."""
-        await self._socket.send_multipart(encode(Message(event)))
+    def publish(self, event: Event) -> None:
+        """Send to whoever listens; never waits for them, and drops the event for one that is too slow."""
+        self._socket.send_multipart(encode(Message(event)))
 
     def close(self) -> None:
         """Close the socket."""

@@ -82,8 +82,10 @@ class Child:
         if own:
             return f"{self.instance}: {sentence}"
         code = self._process.returncode or 0
+        if code in (-signal.SIGKILL, -signal.SIGTERM):  # it had nothing to say
+            return f"{self.instance} was ended by {signal.Signals(-code).name}"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return "\n".join([f"the {self.instance} {how}", *text.splitlines()[-LAST_LINES:]])
+        return "\n".join([f"{self.instance} {how}", *text.splitlines()[-LAST_LINES:]])
 
 
 def _before_exec(parent: int, cores: Sequence[int]) -> Callable[[], None]:

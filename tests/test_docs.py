@@ -10,7 +10,12 @@ import pytest
 from stretto.settings import settings_page
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md"), ROOT / "protocol/SPEC.md"]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "examples").rglob("*.md"),
+    ROOT / "protocol/SPEC.md",
+]
 
 
 def test_the_page_of_settings_is_what_the_command_prints():

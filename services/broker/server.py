@@ -93,7 +93,8 @@ class Broker:
         self.stop_reason: str | None = None
         self._started = time.time()
         self._progress_at = time.monotonic()
-        self._saved_version = -1
+        self._saved_version = 0
+        self._outcome = ("stopped", "")
         self._metrics: dict[str, float] = {}
         self._history: deque[dict[str, Any]] = deque(maxlen=200)
         self._staleness = 0
@@ -167,7 +168,8 @@ class Broker:
                 log.info("resumed", version=resume.version, location=resume.location)
                 return Resumed(lineage=lineage)
             case Drain() as drain:
-                return await self._drain(drain.reason)
+                self._begin_end("stopped", drain.reason)
+                return await self._apply([])
             case Leave() as leave:
                 return await self._leave(leave)
         raise ProtocolError("unknown_type", f"the broker does not answer {message.body.type}")
@@ -309,7 +311,7 @@ class Broker:
             self._runlog.group(group, commit.version)
         self._progress_at = time.monotonic()
         self._admit_evaluation()
-        await self._publish("version")
+        self._publish("version")
         return await self._apply(happened)
 
     async def _status(self, request: StatusRequest) -> Status:
@@ -317,14 +319,6 @@ class Broker:
             version = request.wait_version
             await self._until(lambda: self._ledger.version >= version or self.stop_reason is not None, request.wait_ms)
         return Status(status=self.status())
-
-    async def _drain(self, reason: str) -> Ok:
-        if self.state == "running":
-            self.state = "draining"
-            self._drain_reason = reason
-            log.info("draining", reason=reason)
-            await self._publish("drain")
-        return await self._apply([])
 
     async def _leave(self, leave: Leave) -> Ok:
         self._roster.leave(leave.instance)
@@ -371,7 +365,7 @@ class Broker:
                     self._warnings.append(f"group {group_id} went back to the queue of {stage}: {holder} {reason}")
                     log.warning("returned", group=group_id, stage=stage, holder=holder, reason=reason)
                 case outcomes.SystematicFault(stage, deaths, last_error):
-                    self._stop(
+                    self._begin_end(
                         "failed", f"{deaths} groups in a row failed at the stage {stage}; the last: {last_error}"
                     )
 
@@ -386,7 +380,14 @@ class Broker:
             if saved and self._evaluations.complete(self.total_steps):
                 self._stop("finished", f"all {self.total_steps} steps are done")
         elif self.state == "draining" and (saved or not self._roster.of("learner")):
-            self._stop("stopped", self._drain_reason)
+            self._stop(*self._outcome)
+
+    def _begin_end(self, state: str, reason: str) -> None:
+        """Admit nothing more; the run ends in this state once the learner has saved what it trained."""
+        if self.state == "running":
+            self.state, self._outcome = "draining", (state, reason)
+            log.info("draining", outcome=state, reason=reason)
+            self._publish("drain")
 
     def _stop(self, state: str, reason: str) -> None:
         if self.stop_reason is None:
@@ -407,7 +408,7 @@ class Broker:
             await self._apply(happened)
             await self._until(lambda: self.stop_reason is not None, int(self.config.broker.heartbeat_s * 500))
         self._runlog.status(self.status())
-        await self._publish("shutdown")
+        self._publish("shutdown")
 
     def _check_progress(self, now: float) -> None:
         patience_s = self.config.broker.progress_s
@@ -417,8 +418,8 @@ class Broker:
             waits = f"no {' and no '.join(missing)} is there" if missing else f"bottleneck: {self._roster.bottleneck()}"
             self._stop("failed", f"no group and no step was finished in {patience_s:.0f} s; {waits}")
 
-    async def _publish(self, kind: Any) -> None:
-        await self._events.publish(Event(kind=kind, lineage=self._ledger.lineage, version=self._ledger.version))
+    def _publish(self, kind: Any) -> None:
+        self._events.publish(Event(kind=kind, lineage=self._ledger.lineage, version=self._ledger.version))
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -35,7 +35,7 @@ class LearnerService:
         self._config = member.config
         self._resume = resume
         self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints", self._config.checkpoint.keep_last)
-        self._saved_version = -1
+        self._saved_version = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     async def run(self) -> None:

@@ -8,6 +8,8 @@ import socket
 
 import pytest
 
+from .conftest import read_lines
+
 
 def failure(done) -> str:
     """The sentence that a failed command ended with."""
@@ -95,3 +97,20 @@ def test_a_broker_that_is_not_there_is_named_with_its_address(workplace, monkeyp
     monkeypatch.setenv("STRETTO_JOIN_S", "1")
     error = failure(workplace.stretto("serve", "reward", "--broker", "tcp://127.0.0.1:9"))
     assert "broker tcp://127.0.0.1:9 gave no answer to hello in 1 s" in error
+
+
+def test_what_was_trained_is_saved_when_a_reward_begins_to_fail(workplace):
+    body = (
+        "import pathlib\n"
+        "calls = pathlib.Path(__file__).with_name('calls')\n"
+        "def own(completion):\n"
+        "    n = int(calls.read_text()) if calls.exists() else 0\n"
+        "    calls.write_text(str(n + 1))\n"
+        "    if n > 60: raise RuntimeError('worn out')\n"
+        "    return n % 3\n"
+    )
+    error = with_reward(workplace, body, data={"train": workplace.config["data"]["train"]}, steps=50)
+    assert "own raised RuntimeError: worn out" in error
+    saved = list((workplace.run_folder / "checkpoints").glob("checkpoint-*"))
+    versions = [m["version"] for m in read_lines(workplace.run_folder / "metrics.jsonl")]
+    assert versions and [path.name for path in saved] == [f"checkpoint-{versions[-1]}"]

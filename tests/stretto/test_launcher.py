@@ -118,7 +118,7 @@ async def test_the_death_of_the_broker_ends_the_run_with_a_clear_sentence(make: 
         await run.start()
         processes = [os.pidfd_open(pid) for pid in run.pids.values()]
         os.kill(run.pids["broker"], signal.SIGKILL)
-        with pytest.raises(RunStopped, match="the broker was ended by SIGKILL"):
+        with pytest.raises(RunStopped, match=r"^broker was ended by SIGKILL$"):
             await run.wait()
     assert gone(processes)
 
