@@ -230,7 +230,7 @@ class Broker:
             # Who said hello again meanwhile asks anew: what this request were given might go to a process that died.
             if self._roster.session(request.instance) is not session:
                 return True
-            if self.state == "draining" and not self._stages[request.stage].provides:
+            if self.state != "running" and not self._stages[request.stage].provides:
                 raise ProtocolError("draining", "the run ends: save and leave")
             if session is not None and self.stop_reason is None:
                 grants.extend(self._try_lease(request))

@@ -48,14 +48,17 @@ def step_batch(groups: list[TrajectoryGroup], algorithm: Algorithm, version: int
     """
     taught: list[GroupBatch] = []
     n_tokens = n_samples = 0
+    advantages: list[np.ndarray] = []
     for group in groups:
         batch = _valid_samples(group, algorithm)
         n_tokens += sum(int(mask.sum()) for mask in batch.mask)
         n_samples += sum(bool(mask.any()) for mask in batch.mask)
+        advantages.append(batch.advantages)
         if batch.advantages.any():
             taught.append(batch)
     whole = Denominators(tokens=n_tokens, samples=n_samples, max_tokens=max_tokens)
     metrics = _metrics(groups, version) | {
+        "advantage/abs_mean": float(np.abs(np.concatenate(advantages)).sum()) / max(sum(map(len, advantages)), 1),
         "train/groups": float(len(taught)),
         "train/tokens": float(n_tokens),
         "train/samples": float(n_samples),
@@ -77,6 +80,11 @@ def _valid_samples(group: TrajectoryGroup, algorithm: Algorithm) -> GroupBatch:
     )
 
 
+def _has_equal_rewards(group: TrajectoryGroup) -> bool:
+    valid = group.columns["reward_status"] == RewardStatus.OK
+    return len(np.unique(group.columns["rewards"][valid])) < 2
+
+
 def _metrics(groups: list[TrajectoryGroup], version: int) -> dict[str, float]:
     status = np.concatenate([group.columns["reward_status"] for group in groups])
     valid = status == RewardStatus.OK
@@ -85,7 +93,7 @@ def _metrics(groups: list[TrajectoryGroup], version: int) -> dict[str, float]:
     finish = np.concatenate([group.columns["finish_reasons"] for group in groups])
     runs = np.concatenate([group.columns["versions"] for group in groups])
     lags, weights = version - runs[:, 0], runs[:, 1]
-    equal = [len(set(group.columns["rewards"].tolist())) == 1 for group in groups]
+    equal = [_has_equal_rewards(group) for group in groups]
     return {
         "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
         "reward/std": float(rewards.std()) if len(rewards) else float("nan"),

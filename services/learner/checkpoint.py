@@ -1,4 +1,7 @@
-"""Checkpoints: the model as a Hugging Face folder, with optimizer, schedule, RNG and version beside it."""
+"""Checkpoints: the model as a Hugging Face folder, with optimizer, schedule, RNG, version and config beside it.
+
+The learner service saves and restores them.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from services.learner.trainer import Trainer
+from shared.config import dump_config
 from shared.errors import DataError
 
 FORMAT = 1
 STATE_FILE = "stretto.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+CONFIG_FILE = "run.yaml"
 
 
 class Checkpoints:
@@ -31,7 +36,8 @@ class Checkpoints:
         """Write a checkpoint aside, rename it, and delete those that are too old. Returns its folder."""
         target = self.folder / f"checkpoint-{trainer.version}"
         aside = self.folder / f".checkpoint-{trainer.version}.partial"
-        shutil.rmtree(aside, ignore_errors=True)
+        for unfinished in self.folder.glob(".checkpoint-*.partial"):
+            shutil.rmtree(unfinished)
         aside.mkdir(parents=True)
         trainer.backend.save(aside)
         save_file(_optimizer_tensors(trainer), aside / OPTIMIZER_FILE)
@@ -42,6 +48,7 @@ class Checkpoints:
             "schedule_steps": trainer.optimizer.steps,
         }
         (aside / STATE_FILE).write_text(json.dumps(state, indent=1))
+        (aside / CONFIG_FILE).write_text(dump_config(trainer.config))
         _sync(aside)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
@@ -75,16 +82,20 @@ def restore(checkpoint: Path, trainer: Trainer) -> None:
         raise DataError(f"the checkpoint {checkpoint} cannot be read: {error}; resume from an older one") from None
     if state.get("format") != FORMAT:
         raise DataError(f"the checkpoint {checkpoint} has format {state.get('format')}; this version reads {FORMAT}")
-    trainer.version = state["version"]
-    trainer.optimizer.steps = state["schedule_steps"]
-    torch.set_rng_state(tensors.pop("rng"))
+    try:
+        version, schedule_steps, rng = state["version"], state["schedule_steps"], tensors.pop("rng")
+    except KeyError as missing:
+        raise DataError(f"the checkpoint {checkpoint} lacks {missing}; resume from an older one") from None
+    trainer.version, trainer.optimizer.steps = version, schedule_steps
+    torch.set_rng_state(rng)
     adamw = trainer.optimizer.adamw
     for name, parameter in trainer.backend.parameters.items():
         found = {key: tensors.pop(f"{key}.{name}") for key in _KEYS if f"{key}.{name}" in tensors}
-        if found and found["exp_avg"].shape != parameter.shape:
-            raise DataError(f"the optimizer state of {name} in {checkpoint} has another shape than the model")
-        if found:
-            adamw.state[parameter] = found
+        if not found:
+            continue
+        if len(found) < len(_KEYS) or any(found[key].shape != parameter.shape for key in ("exp_avg", "exp_avg_sq")):
+            raise DataError(f"the optimizer state of {name} in {checkpoint} is not whole, or of another shape than it")
+        adamw.state[parameter] = found
     if tensors:
         raise DataError(f"{checkpoint} holds optimizer state of {next(iter(tensors))}, which the model does not have")
 

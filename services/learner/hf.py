@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.learner.logprobs import token_logprobs
 from services.learner.packing import PackedRows
@@ -22,6 +23,9 @@ LOGIT_CHUNK = 1024
 EAGER_SCORES = 1 << 18
 """[R, S, S] attention scores up to which plain attention is used: on CPU it is three times faster for short rows."""
 
+LOGITS_TOLERANCE = 0.1
+"""Log-prob difference, well above rounding, between the model's own logits and those that the learner computes."""
+
 PROBE_TEXT = (
     "Weights flow one way: from the learner, which trains them, to the rollouts, which generate with them. "
     "This sentence is scored by both sides, and both must get the same numbers. "
@@ -33,7 +37,7 @@ class HFBackend:
 
     def __init__(self, model: Any, tokenizer: Any, learner: Learner) -> None:
         """model: in float32; its weights become the masters."""
-        self._model = model.train()
+        self._model = model.eval()  # without dropout: with it, learner and engine would be different policies
         self._tokenizer = tokenizer
         self._dtype: torch.dtype = getattr(torch, learner.dtype)
         self._owners = {name: _owner(model, name) for name, _ in model.named_parameters()}
@@ -42,7 +46,7 @@ class HFBackend:
         self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self.use_snapshot(None)
         if learner.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            _checkpoint_gradients(model)
 
     @classmethod
     def load(cls, folder: str, learner: Learner, *, tokenizer: str | None = None) -> HFBackend:
@@ -52,7 +56,23 @@ class HFBackend:
             words = AutoTokenizer.from_pretrained(tokenizer or folder)
         except (OSError, ValueError) as error:
             raise DataError(f"cannot load the model {folder}: {str(error).splitlines()[0]}") from None
-        return cls(model, words, learner)
+        backend = cls(model, words, learner)
+        backend._check(folder)
+        return backend
+
+    @torch.no_grad()
+    def _check(self, folder: str) -> None:
+        """Raise DataError where the model makes more of its hidden states than `_chunk_logprobs` does."""
+        tokens = self.probe_tokens(8)
+        logits = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+        theirs, _ = token_logprobs(logits, torch.tensor(tokens[1:]), 1.0)
+        difference = float((torch.from_numpy(self.score(tokens)) - theirs).abs().max())
+        if not difference <= LOGITS_TOLERANCE:
+            raise DataError(
+                f"the model {folder} ({type(self._model).__name__}) gives other log-probs than its lm_head alone, by "
+                f"{difference:.3g}: it scales its logits in a way that the learner does not know, or its weights are "
+                "not finite. Train another model"
+            )
 
     def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the samples' tokens ([K] float32, with gradient) and entropies ([K] float32, without)."""
@@ -147,6 +167,14 @@ def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
     """The module and attribute where the parameter `name` lives."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
+
+
+def _checkpoint_gradients(model: Any) -> None:
+    """Recompute each layer in the backward pass: only layers in training mode do, what is in them stays in eval mode."""
+    model.gradient_checkpointing_enable()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
 
 
 def _tied_places(

@@ -15,7 +15,7 @@ from services.learner.optimizer import Optimizer
 from services.learner.packing import PackedRows, micro_batches, pack
 from shared.algorithms import Algorithm
 from shared.algorithms.base import LossInput
-from shared.algorithms.losses import Denominators, aggregate, kl_k3
+from shared.algorithms.losses import Denominators, aggregate, kl_k3, log_ratio
 from shared.config import RunConfig
 from shared.errors import SelfCheckError, StrettoError
 from shared.group import TrajectoryGroup
@@ -28,7 +28,7 @@ class Trainer:
     """Updates a policy. version: number of updates so far."""
 
     def __init__(self, config: RunConfig, backend: Backend, algorithm: Algorithm, *, total_steps: int) -> None:
-        self._config = config
+        self.config = config
         self._algorithm = algorithm
         self.backend = backend
         self.optimizer = Optimizer(backend.parameters, config.learner, total_steps)
@@ -41,10 +41,10 @@ class Trainer:
         Raises StrettoError where the loss is not finite; the weights are spoilt then and must not be used.
         """
         started = time.perf_counter()
-        batch = step_batch(groups, self._algorithm, self.version, self._config.sampling.max_tokens)
+        batch = step_batch(groups, self._algorithm, self.version, self.config.sampling.max_tokens)
         sums: dict[str, torch.Tensor] = {}
         seconds: dict[str, float] = defaultdict(float)
-        for rows in micro_batches(batch.groups, self._config.learner.tokens_per_micro_batch):
+        for rows in micro_batches(batch.groups, self.config.learner.tokens_per_micro_batch):
             self._micro_batch(pack(rows), batch.whole, sums, seconds)
         metrics = batch.metrics | {"lr": self.optimizer.lr}
         before = time.perf_counter()
@@ -66,7 +66,7 @@ class Trainer:
         self, packed: PackedRows, whole: Denominators, sums: dict[str, torch.Tensor], seconds: dict[str, float]
     ) -> None:
         start = time.perf_counter()
-        logprobs, entropy = self.backend.logprobs(packed, self._config.sampling.temperature)
+        logprobs, entropy = self.backend.logprobs(packed, self.config.sampling.temperature)
         losses, measures = self._losses(packed, logprobs)
         counted = torch.from_numpy(packed.mask)
         sample = torch.from_numpy(packed.sample)[counted]
@@ -106,7 +106,7 @@ class Trainer:
                 "drift/mean": difference.abs().sum(),
                 "drift/max": difference.abs().max(),
                 "drift/missing": missing.sum(),
-                "ratio/max": difference.exp().max(),
+                "ratio/max": log_ratio(new, old).exp().max(),
             }
         return losses, measures
 
@@ -117,18 +117,20 @@ class Trainer:
         An update with learning rate 0 must have a ratio of 1 and clip nothing. Returns what was measured; raises
         SelfCheckError, which names the likely causes.
         """
-        group = groups[0]
+        group = next((group for group in groups if group.columns["loss_mask"].any()), None)
+        if group is None:
+            return {}
         tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
         advantages = np.ones(len(tokens))
         batch = GroupBatch(group.group_id, group.columns["prompt_tokens"], tokens, logprobs, mask, advantages)
         sums: dict[str, torch.Tensor] = {}
-        for rows in micro_batches([batch], self._config.learner.tokens_per_micro_batch):
+        for rows in micro_batches([batch], self.config.learner.tokens_per_micro_batch):
             packed = pack(rows)
-            _add(sums, self._losses(packed, self.backend.logprobs(packed, self._config.sampling.temperature)[0])[1])
+            _add(sums, self._losses(packed, self.backend.logprobs(packed, self.config.sampling.temperature)[0])[1])
         found = _means(sums)
-        dtypes = (self._config.learner.dtype, self._config.rollout.dtype)
+        dtypes = (self.config.learner.dtype, self.config.rollout.dtype)
         tolerance = max(DRIFT_TOLERANCE[dtype] for dtype in dtypes)
-        if found["drift/mean"] > tolerance or found.get("clip_fraction", 0.0) > 0.05:
+        if not found["drift/mean"] <= tolerance or found.get("clip_fraction", 0.0) > 0.05:
             raise SelfCheckError(
                 f"engine and learner disagree before the first update: log-probs of the engine's samples differ by "
                 f"{found['drift/mean']:.3g} on average (allowed: {tolerance:g}), at most by {found['drift/max']:.3g}. "

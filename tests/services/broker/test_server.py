@@ -309,14 +309,16 @@ async def test_who_is_not_heard_of_loses_its_leases(tmp_path, columns_of):
 
 async def test_the_learner_is_told_of_a_drain_and_the_run_ends_once_it_has_saved(tmp_path, columns_of):
     async with running(config_of(tmp_path), tmp_path) as (_, client, task):
-        _, _, learner = await cast(client, columns_of)
+        rollout, reward, learner = await cast(client, columns_of)
+        await make_ready(rollout, reward)
+        await learner.commit(1, await learner.lease(2, min_groups=2))
         waiting = asyncio.create_task(learner.lease(2, min_groups=2))
         await client.request(Drain(reason="enough"), Ok)
         with pytest.raises(ProtocolError, match="draining"):
             await waiting
         pulse = await learner.beat()
         assert pulse.draining and pulse.stop_reason is None
-        await client.request(Checkpointed(lineage=0, version=0, location="/checkpoint-0"), Ok)
+        await client.request(Checkpointed(lineage=0, version=1, location="/checkpoint-1"), Ok)
         assert (await learner.beat()).stop_reason == "enough"
         for service in ("rollout-0", "reward-0", "learner-0"):
             await client.request(Leave(instance=service), Ok)
@@ -324,12 +326,27 @@ async def test_the_learner_is_told_of_a_drain_and_the_run_ends_once_it_has_saved
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "stopped"
 
 
+async def test_a_run_that_has_trained_nothing_ends_at_once_when_it_is_drained(tmp_path, columns_of):
+    async with running(config_of(tmp_path), tmp_path) as (_, client, _):
+        _, _, learner = await cast(client, columns_of)
+        waiting = asyncio.create_task(learner.lease(2, min_groups=2))
+        await client.request(Drain(reason="enough"), Ok)
+        with pytest.raises(ProtocolError, match="draining"):
+            await waiting
+        assert (await learner.beat()).stop_reason == "enough"
+
+
 async def test_a_draining_run_admits_nothing(tmp_path, columns_of):
     async with running(config_of(tmp_path), tmp_path) as (broker, client, _):
-        rollout, *_ = await cast(client, columns_of)
+        rollout, reward, learner = await cast(client, columns_of)
+        await make_ready(rollout, reward)
+        await learner.commit(1, await learner.lease(2, min_groups=2))
+        await rollout.beat(version=1)
+        before = broker.status()["groups"]["train"]["admitted"]
         await client.request(Drain(reason="enough"), Ok)
+        assert broker.state == "draining"
         assert await rollout.lease(wait_s=0.0) == []
-        assert broker.status()["groups"]["train"]["admitted"] == 0
+        assert broker.status()["groups"]["train"]["admitted"] == before
 
 
 async def test_a_fault_of_every_group_stops_the_run_with_its_words(tmp_path, columns_of):

@@ -6,12 +6,14 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.learner.checkpoint import Checkpoints, restore
 from services.learner.hf import HFBackend
 from services.learner.trainer import Trainer
 from shared.algorithms import GRPO
+from shared.config import load_config
 from shared.errors import DataError
 
 from .conftest import make_config, make_group
@@ -51,6 +53,7 @@ def test_a_checkpoint_is_a_hugging_face_folder(new_trainer, tmp_path):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, trainer.backend.parameters[name])
     assert AutoTokenizer.from_pretrained(folder).decode([72, 73])
+    assert load_config(folder / "run.yaml") == trainer.config
 
 
 def test_only_the_newest_are_kept(new_trainer, tmp_path):
@@ -72,6 +75,8 @@ def test_a_checkpoint_that_was_not_finished_is_not_the_latest(new_trainer, tmp_p
     (tmp_path / ".checkpoint-9.partial").mkdir()
     (tmp_path / "checkpoint-9").mkdir()
     assert checkpoints.latest() == kept
+    checkpoints.save(trainer, lineage=0)
+    assert not (tmp_path / ".checkpoint-9.partial").exists()
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(new_trainer, tmp_path):
@@ -85,4 +90,17 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(new_trainer, tmp_pat
     (folder / "stretto.json").write_text(json.dumps(state))
     (folder / "optimizer.safetensors").write_bytes(b"torn")
     with pytest.raises(DataError, match="checkpoint-1 cannot be read"):
+        restore(folder, trainer)
+
+
+def test_optimizer_state_that_is_not_whole_is_refused_by_the_name_of_its_weight(new_trainer, tmp_path):
+    trainer = new_trainer()
+    steps(trainer, [1])
+    folder = Checkpoints(tmp_path, 1).save(trainer, lineage=0)
+    tensors = load_file(folder / "optimizer.safetensors")
+    save_file({k: v for k, v in tensors.items() if k != "exp_avg.model.norm.weight"}, folder / "optimizer.safetensors")
+    with pytest.raises(DataError, match=r"optimizer state of model\.norm\.weight in .* is not whole"):
+        restore(folder, trainer)
+    save_file({k: v for k, v in tensors.items() if k != "rng"}, folder / "optimizer.safetensors")
+    with pytest.raises(DataError, match="checkpoint-1 lacks 'rng'"):
         restore(folder, trainer)

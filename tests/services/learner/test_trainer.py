@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from services.learner import trainer as trainer_module
 from services.learner.batch import step_batch
 from shared.algorithms import GRPO
+from shared.algorithms.losses import AGGREGATIONS
 from shared.errors import SelfCheckError, StrettoError
 from shared.group import RewardStatus
 
@@ -27,7 +31,7 @@ def gradients(trainer, groups) -> torch.Tensor:
     return found["gradient"]
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_gradient_is_the_same_however_a_step_is_split(new_trainer, aggregation):
     groups = [make_group(seed) for seed in range(3)]
     algorithm = GRPO(aggregation=aggregation)
@@ -46,6 +50,21 @@ def test_a_group_of_equal_rewards_adds_nothing_but_counts_in_the_denominator():
     assert batch.whole.samples == 8
 
 
+def test_leaving_out_a_group_of_equal_rewards_changes_no_gradient(new_trainer, monkeypatch):
+    groups = [make_group(1), make_group(5, rewards=[0.3] * 4)]
+    left_out = gradients(new_trainer(), groups)
+
+    def keep_all(groups, algorithm, version, max_tokens):
+        batch = step_batch(groups, algorithm, version, max_tokens)
+        alone = step_batch([make_group(5)], algorithm, version, max_tokens).groups[0]
+        kept = replace(alone, advantages=np.zeros(4))
+        return replace(batch, groups=[*batch.groups, kept])
+
+    monkeypatch.setattr(trainer_module, "step_batch", keep_all)
+    kept_in = gradients(new_trainer(), groups)
+    torch.testing.assert_close(kept_in, left_out, atol=1e-6 * float(left_out.abs().max()), rtol=1e-5)
+
+
 def test_a_sample_without_a_valid_reward_leaves_baseline_and_loss():
     group = make_group(1, rewards=[0.0, 1.0, 9.0, 1.0])
     group.columns["reward_status"][2] = RewardStatus.INVALID
@@ -54,6 +73,8 @@ def test_a_sample_without_a_valid_reward_leaves_baseline_and_loss():
     np.testing.assert_allclose(batch.groups[0].advantages.sum(), 0, atol=1e-12)
     assert batch.whole.samples == 3
     assert batch.metrics["reward/invalid"] == 0.25
+    assert batch.metrics["reward/equal_groups"] == 0
+    assert batch.metrics["advantage/abs_mean"] == pytest.approx(np.abs(batch.groups[0].advantages).mean())
     assert batch.metrics["reward/mean"] == pytest.approx(2 / 3)
 
 
@@ -127,3 +148,21 @@ def test_the_self_check_names_the_difference_where_they_do_not(new_trainer):
         SelfCheckError, match=r"differ by 0\.3 on average .allowed: 0\.001.*Likely causes: another temp"
     ):
         trainer.self_check([with_own_logprobs(trainer, make_group(1), shift=0.3)])
+
+
+def test_the_self_check_passes_over_groups_without_a_token_that_counts(new_trainer):
+    empty = make_group(2)
+    empty.columns["loss_mask"][:] = False
+    trainer = new_trainer()
+    assert trainer.self_check([empty]) == {}
+    with pytest.raises(SelfCheckError):
+        trainer.self_check([empty, with_own_logprobs(trainer, make_group(1), shift=0.3)])
+
+
+def test_the_self_check_refuses_a_learner_that_computes_nan(new_trainer):
+    trainer = new_trainer()
+    with torch.no_grad():
+        next(iter(trainer.backend.parameters.values())).fill_(float("nan"))
+    trainer.backend.use_snapshot(None)
+    with pytest.raises(SelfCheckError, match="differ by nan"):
+        trainer.self_check([make_group(1)])
