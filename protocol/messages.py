@@ -196,7 +196,7 @@ class Drain(Body):
 
 
 class Leave(Body):
-    """An instance leaves; its leases go back at once. Answered by Ok. `error` ends the run when it is not None."""
+    """An instance leaves; its leases go back at once. Answered by Ok. `error` says why, if it is not the run's end."""
 
     type = "leave"
     instance: str

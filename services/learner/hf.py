@@ -170,7 +170,7 @@ def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
 
 
 def _checkpoint_gradients(model: Any) -> None:
-    """Recompute each layer in the backward pass: only layers in training mode do, what is in them stays in eval mode."""
+    """Recompute each layer in the backward pass. A layer does so in training mode only; what is in it stays in eval."""
     model.gradient_checkpointing_enable()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
