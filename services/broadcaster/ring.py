@@ -48,21 +48,23 @@ class Ring:
     _blocked_since: float | None = None
 
     def acquire(self, now: float) -> int | None:
-        """A slot for the learner to write, or None while all are read.
-
-        When the learner was kept waiting for `deadline_s`, the readers of old snapshots lose them.
-        """
+        """A slot for the learner to write, or None while all are read."""
         slot = self._free_slot()
-        if slot is None and self._blocked_since is not None and now - self._blocked_since >= self.deadline_s:
-            for instance in self.blockers():
-                del self._readers[instance]
-                self._evicted.add(instance)
-            slot = self._free_slot()
         if slot is None:
             self._blocked_since = now if self._blocked_since is None else self._blocked_since
         else:
             self._blocked_since, self._writing = None, slot
         return slot
+
+    def evict(self, now: float) -> list[str]:
+        """Who loses its slot, because the learner has waited for one for `deadline_s`."""
+        if self._blocked_since is None or now - self._blocked_since < self.deadline_s:
+            return []
+        evicted = self.blockers()
+        for instance in evicted:
+            del self._readers[instance]
+        self._evicted.update(evicted)
+        return evicted
 
     def _free_slot(self) -> int | None:
         newest = self.newest.slot if self.newest else None
@@ -96,8 +98,13 @@ class Ring:
             raise ProtocolError(
                 "unknown_lease", f"{instance} kept slot {slot} for more than {self.deadline_s:g} s and lost it: restart"
             )
-        reader = self._readers[instance] = Reader(reading=slot)
-        if self.newest is None or (self.newest.lineage, self.newest.version) <= (lineage, version):
+        self._readers[instance] = Reader(reading=slot)
+        return self.offer(instance, lineage, version)
+
+    def offer(self, instance: str, lineage: int, version: int) -> Snapshot | None:
+        """The newest snapshot, held for a rollout from now on; None where it is not newer, or the rollout is gone."""
+        reader = self._readers.get(instance)
+        if reader is None or self.newest is None or (self.newest.lineage, self.newest.version) <= (lineage, version):
             return None
         reader.offered = self.newest.slot
         return self.newest
@@ -110,4 +117,5 @@ class Ring:
     def forget(self) -> None:
         """The learner writes to another file now: nobody reads that one yet."""
         self.newest = None
-        self._readers.clear()
+        for reader in self._readers.values():
+            reader.reading = reader.offered = None

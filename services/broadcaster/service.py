@@ -19,11 +19,12 @@ RECHECK_S = 1.0
 
 
 class Broadcaster:
-    """Answers the learner and the rollouts."""
+    """Answers the learner and the rollouts. figures: for the heartbeat."""
 
     def __init__(self, weights: Weights) -> None:
         self._ring = Ring(weights.slots, weights.deadline_s)
         self._changed = asyncio.Condition()
+        self.figures: dict[str, float] = {"weights/evictions": 0.0}
 
     async def handle(self, message: Message) -> Reply:
         """The answer to a request."""
@@ -53,21 +54,24 @@ class Broadcaster:
 
         def free() -> bool:
             nonlocal slot
-            slot = self._ring.acquire(time.monotonic())
+            now = time.monotonic()
+            if evicted := self._ring.evict(now):
+                self.figures["weights/evictions"] += len(evicted)
+                log.warning("rollouts kept the learner waiting and lost their snapshots", instances=evicted)
+            slot = self._ring.acquire(now)
             return slot is not None
 
         await self._until(free, request.wait_ms)
         return Slot(slot=slot, held_by=[] if slot is not None else self._ring.blockers())
 
     async def _follow(self, follow: Follow) -> Offer:
-        offer: Snapshot | None = None
+        offer = self._ring.follow(follow.instance, follow.slot, follow.lineage, follow.version)
 
         def newer() -> bool:
             nonlocal offer
-            offer = self._ring.follow(follow.instance, follow.slot, follow.lineage, follow.version)
+            offer = self._ring.offer(follow.instance, follow.lineage, follow.version)
             return offer is not None
 
-        newer()
         await self._notify()  # what the rollout read before may be free now
         if offer is None:
             await self._until(newer, follow.wait_ms)
@@ -97,7 +101,9 @@ async def serve(broker: str, instance: str) -> None:
     member = Member(broker, "broadcaster", instance)
     config = await member.join()
     host = config.broker.bind.rpartition(":")[0]
-    server = Server(f"{host}:0", Broadcaster(config.weights).handle)
+    broadcaster = Broadcaster(config.weights)
+    server = Server(f"{host}:0", broadcaster.handle)
+    member.figures = broadcaster.figures
     await member.join(server.address)
     member.state = "SERVING"
     await member.run(server.run)

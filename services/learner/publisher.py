@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 
@@ -12,7 +13,7 @@ from protocol.messages import AcquireSlot, Ok, Publish, Slot
 from services.learner.backend import Backend
 from shared.config import RunConfig
 from shared.errors import WeightsError
-from shared.snapshot import Layout, Manifest, SnapshotFile
+from shared.snapshot import PREFIX, Layout, Manifest, SnapshotFile
 
 LONG_POLL_S = 5.0
 
@@ -23,7 +24,8 @@ class Publisher:
     def __init__(self, broadcaster: str, run_id: str, backend: Backend, config: RunConfig) -> None:
         shapes = {name: tuple(master.shape) for name, master in backend.parameters.items()}
         layout = Layout.of(shapes, config.rollout.dtype)
-        self._file = SnapshotFile.create(f"stretto-{run_id}", layout, config.weights.slots)
+        name = f"{PREFIX}{run_id}-{secrets.token_hex(4)}"  # another one after a restart: rollouts see that it is new
+        self._file = SnapshotFile.create(name, layout, config.weights.slots)
         self._client = Client(broadcaster, peer="broadcaster")
         self._backend = backend
         self._weights = config.weights

@@ -90,10 +90,12 @@ class Follower:
             pause_s, logprobs = await asyncio.gather(
                 self._engine.swap(weights), self._engine.score(manifest.probe_tokens)
             )
+            proven = time.perf_counter()
             error = float(np.abs(logprobs - np.asarray(manifest.probe_logprobs)).max())
             self.figures = {
                 "weights/verify_s": verified - start,
                 "weights/pause_s": pause_s,
+                "weights/proof_s": proven - verified,
                 "weights/probe_error": error,
                 "weights/version": float(offer.version),
             }

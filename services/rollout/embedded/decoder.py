@@ -66,6 +66,7 @@ class Decoder:
         for start in range(0, request.n, self._max_samples):
             self._waiting.append(Group(job, range(start, min(start + self._max_samples, request.n))))
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> None:
         """End all samples of a request; it is done with what there is. Nothing happens where it is not in flight."""
         for index in reversed(range(len(self._cache.rows))):

@@ -247,6 +247,20 @@ def test_an_aborted_request_returns_what_there_is_and_frees_its_places(make: Any
     assert len(run.finish()["b"][0].tokens) == 10
 
 
+def test_an_abort_moves_the_samples_of_others_and_changes_nothing_for_them(make: Any) -> None:
+    run = Run(make(max_samples=8))
+    run.submit("gone", SHORT, 3, WARM)
+    run.submit("stays", MIDDLE, 4, WARM, seed=5)
+    for _ in range(3):
+        run.decoder.step()
+    run.decoder.abort("gone")
+    stays = run.finish()["stays"]
+    alone = Run(make(max_samples=8))
+    alone.submit("stays", MIDDLE, 4, WARM, seed=5)
+    for one, other in zip(stays, alone.finish()["stays"], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+
+
 def test_a_stop_string_ends_a_sample_and_leaves_its_text(make: Any) -> None:
     run = Run(make())
     run.submit("free", MIDDLE, 4, Sampling(max_tokens=60), seed=2)
