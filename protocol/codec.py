@@ -40,9 +40,9 @@ Frame = bytes | memoryview | zmq.Frame
 class Limits:
     """What a message may hold at most; a larger one is refused with `too_large`."""
 
-    header_bytes: int = 1 << 20
+    header_bytes: int = 8 << 20
     message_bytes: int = 1 << 30
-    columns: int = 4096
+    columns: int = 65_536
     nesting: int = 16
     length: int = 65_536
 

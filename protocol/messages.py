@@ -110,7 +110,7 @@ class Lease(Body):
     lease_s: float = Field(description="time without a heartbeat after which the lease is lost")
     lane: Literal["train", "eval"]
     min_version: int
-    prompt: dict[str, Any]
+    prompt: dict[str, Any] | None = Field(description="None for the learner, which has it as tokens")
 
 
 class Leased(Body):

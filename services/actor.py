@@ -75,6 +75,7 @@ class StageActor:
     async def _work(self, lease: Lease, columns: Columns) -> None:
         """Process one group and tell the broker the outcome; afterwards its room is free again."""
         body: Complete | Fail
+        assert lease.prompt is not None
         prompt = Prompt.from_wire(lease.prompt)
         group = TrajectoryGroup(lease.group_id, lease.lane, prompt, lease.min_version, columns)
         try:

@@ -135,7 +135,7 @@ class Weights(Section):
     """How new weights reach the rollouts."""
 
     transport: Literal["shm"] = Field("shm", description="shm: shared memory of one host")
-    slots: int = Field(3, ge=3, description="snapshots in shared memory")
+    slots: int = Field(3, ge=3, le=64, description="snapshots in shared memory")
     bucket_mib: Positive = Field(16, description="unit of the checksums")
     probe_tokens: int = Field(16, ge=2, description="length of the sequence that proves the weights after each swap")
     tolerance: float | None = Field(None, gt=0, description="largest log-prob difference; default by dtype")

@@ -139,7 +139,7 @@ class SnapshotFile:
             )
         path.unlink(missing_ok=True)
         with path.open("xb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # kept by the mapping, which has the descriptor too, until the process ends
+            fcntl.flock(file, fcntl.LOCK_EX)  # the mapping's copy of the descriptor keeps it until the process ends
             os.fchmod(file.fileno(), 0o600)
             file.truncate(size)
             memory = mmap.mmap(file.fileno(), size)

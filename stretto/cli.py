@@ -187,9 +187,9 @@ async def _broker(config: RunConfig, run_folder: Path | None) -> None:
 
     folder = run_folder or config.run_folder
 
-    def announce(address: str) -> None:
+    def announce(address: str, run_id: str) -> None:
         aside = folder / ".broker.json.partial"
-        aside.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+        aside.write_text(json.dumps({"address": address, "pid": os.getpid(), "run_id": run_id}))
         aside.rename(folder / "broker.json")
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from protocol.messages import Drain, Ok, Status, StatusRequest
 from shared.config import RunConfig, dump_config
 from shared.cores import available_cores, plan_cores, process_environment
 from shared.errors import ConfigError, ProtocolError, RunStopped, StrettoError, Unreachable
+from shared.snapshot import PREFIX, shared_folder
 from stretto.child import Child
 
 BROKER_START_S = 300.0
@@ -59,6 +60,7 @@ class LocalRun:
         self._client: Client | None = None
         self._failure: StrettoError | None = None
         self._ending = False
+        self._run_id: str | None = None
 
     async def start(self) -> None:
         """Start the broker, then everything else.
@@ -117,6 +119,9 @@ class LocalRun:
         for child in self._children.values():
             child.kill()
         await asyncio.gather(*(child.wait() for child in self._children.values()))
+        if self._run_id is not None:  # a learner that was killed could not remove its snapshots
+            for file in shared_folder().glob(f"{PREFIX}{self._run_id}-*"):
+                file.unlink(missing_ok=True)
         if self._client is not None:
             client, self._client = self._client, None
             await client.close()
@@ -168,7 +173,9 @@ class LocalRun:
                 raise (ConfigError if broker.hopeless else StrettoError)(broker.last_words())
             if time.monotonic() > end:
                 raise StrettoError(f"the broker did not listen within {BROKER_START_S:.0f} s; see {self.folder}/logs")
-        address: str = json.loads(file.read_text())["address"]
+        announced = json.loads(file.read_text())
+        self._run_id = announced["run_id"]
+        address: str = announced["address"]
         return address
 
     async def _keep(self, instance: str) -> None:

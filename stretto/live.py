@@ -29,6 +29,7 @@ class PlainView:
         self._console = console
         self._version = 0
         self._evaluations = 0
+        self._checked = False
         self._saved_version = 0
         self._warnings: list[str] = []
 
@@ -40,6 +41,9 @@ class PlainView:
 
     def update(self, status: dict[str, Any]) -> None:
         """Print what is new in a status."""
+        if not self._checked and (line := self_check_line(status)):
+            self._checked = True
+            self._print(line)
         for result in status["evaluations"][self._evaluations :]:
             self._print(evaluation_line(result))
         self._evaluations = len(status["evaluations"])
@@ -108,6 +112,19 @@ def evaluation_line(result: dict[str, Any]) -> str:
         f"evaluation at version {result['version']}: accuracy {number(result['accuracy'])}, reward "
         f"{number(result['reward'])} ({result['scored']} of {result['prompts']} prompts scored)"
     )
+
+
+def self_check_line(status: dict[str, Any]) -> str | None:
+    """What the self-check at version 0 found, once the learner has made it."""
+    for service in status["services"]:
+        drift = service["figures"].get("self_check/drift/mean")
+        if drift is not None:
+            clipped = service["figures"].get("self_check/clip_fraction", 0.0)
+            return (
+                f"self-check passed: at version 0 engine and learner differ by {number(drift)} in log-prob on average, "
+                f"{clipped:.1%} of the tokens clipped"
+            )
+    return None
 
 
 def draw(status: dict[str, Any], events: list[str]) -> RenderableType:

@@ -85,6 +85,7 @@ class Broker:
         self._roster = Roster(config.broker.heartbeat_s)
         self._runlog = RunLog(self.run_folder)
         self._epoch = os.urandom(8).hex()
+        self.run_id = f"{config.name}-{self._epoch}"
         self._changed = asyncio.Condition()
         self._server = Server(config.broker.bind, self.handle)
         host = config.broker.bind.rpartition(":")[0]
@@ -183,7 +184,7 @@ class Broker:
         log.info("hello", instance=hello.instance, host=hello.host, pid=hello.pid)
         await self._notify()
         return Welcome(
-            run_id=f"{self.config.name}-{self._epoch}",
+            run_id=self.run_id,
             run_folder=str(self.run_folder),
             config=self.config.model_dump(mode="json"),
             lineage=self._ledger.lineage,
@@ -246,7 +247,7 @@ class Broker:
                 lease_s=self.config.broker.lease_s,
                 lane=grant.entry.group.lane,
                 min_version=grant.entry.group.min_version,
-                prompt=grant.entry.group.prompt.to_wire(),
+                prompt=grant.entry.group.prompt.to_wire() if self._stages[request.stage].provides else None,
             )
             for grant in grants
         ]
@@ -440,7 +441,7 @@ class Broker:
     def status(self) -> dict[str, Any]:
         """A snapshot of the run, of plain values; the keys are described in protocol/SPEC.md."""
         return {
-            "run_id": f"{self.config.name}-{self._epoch}",
+            "run_id": self.run_id,
             "name": self.config.name,
             "run_folder": str(self.run_folder),
             "state": self.state,
@@ -466,11 +467,11 @@ class Broker:
         }
 
 
-async def serve(config: RunConfig, run_folder: Path, *, on_bound: Callable[[str], None] = lambda address: None) -> None:
-    """Run the broker of a run until the run has ended. `on_bound` is told the address once it listens.
+async def serve(config: RunConfig, run_folder: Path, *, on_bound: Callable[[str, str], None]) -> None:
+    """Run the broker of a run until the run has ended. `on_bound` is told address and run id once it listens.
 
     Raises ConfigError or DataError where the run cannot begin, RunStopped where it failed.
     """
     broker = Broker(config, run_folder)
-    on_bound(broker.address)
+    on_bound(broker.address, broker.run_id)
     await broker.run()

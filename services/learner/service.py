@@ -22,6 +22,8 @@ from shared.group import Prompt, TrajectoryGroup
 from shared.log import log
 
 LONG_POLL_S = 20.0
+NO_PROMPT = Prompt(row=-1, epoch=-1, content="")
+"""The learner knows prompts as tokens alone."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -101,7 +103,7 @@ class LearnerService:
                 return None
             raise
         return [
-            TrajectoryGroup(lease.group_id, lease.lane, Prompt.from_wire(lease.prompt), lease.min_version, part)
+            TrajectoryGroup(lease.group_id, lease.lane, NO_PROMPT, lease.min_version, part)
             for lease, part in zip(leased.leases, part_groups(columns, len(leased.leases)), strict=True)
         ]
 
@@ -109,6 +111,8 @@ class LearnerService:
         started = time.perf_counter()
         if self._trainer.version == 0:
             found = await self._compute(self._trainer.self_check, groups)
+            self._member.figures |= {f"self_check/{name}": value for name, value in found.items()}
+            self._member.beat_soon()
             log.info("self-check passed", **found)
         metrics = await self._compute(self._trainer.step, groups)
         await self._publish()

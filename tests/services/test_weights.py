@@ -173,6 +173,19 @@ async def test_a_damaged_snapshot_is_refused(tiny_model, tmp_path, monkeypatch):
         assert path.versions == []
 
 
+async def test_a_rollout_follows_a_learner_that_started_again(tiny_model, tmp_path, monkeypatch):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        await path.publish(0)
+        await path.follower.follow()
+        await path.publisher.close()
+        path.publisher = Publisher(path.follower._client.address, "test", path.backend, path.config)
+        path.train()
+        await path.publish(1)
+        await path.follower.follow()
+        assert path.versions == [0, 1]
+        assert path.follower._file.path == path.publisher._file.path
+
+
 async def test_a_rollout_notices_that_its_slot_was_overwritten(tiny_model, tmp_path, monkeypatch):
     async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
         await path.publish(0)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -87,6 +92,9 @@ def test_a_manifest_survives_the_wire(layout):
         {"bucket_bytes": 0},
         {"probe_logprobs": [-1.0]},
         {"size_bytes": "many"},
+        {"size_bytes": math.inf},
+        {"size_bytes": 0, "tensors": [], "checksums": []},
+        {"probe_tokens": [1], "probe_logprobs": []},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -114,3 +122,18 @@ def test_a_missing_file_or_another_model_is_named(folder):
 def test_too_little_shared_memory_says_how_much_is_missing(folder):
     with pytest.raises(WeightsError, match="do not fit into"):
         SnapshotFile.create("weights", Layout.of({"w": (1 << 40,)}, "float32"), 3)
+
+
+def test_the_snapshots_of_a_killed_learner_are_removed_and_those_in_use_are_kept(folder):
+    layout = Layout.of(SHAPES, "float32")
+    (folder / "stretto-notes").write_text("not snapshots")
+    in_use = SnapshotFile.create("stretto-in-use", layout, 3)
+    killed = (
+        "import os, signal; from shared.snapshot import Layout, SnapshotFile\n"
+        "file = SnapshotFile.create('stretto-killed', Layout.of({'w': (4,)}, 'float32'), 3)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", killed], cwd=Path(__file__).parents[2], timeout=60)
+    assert (folder / "stretto-killed").exists()
+    new = SnapshotFile.create("stretto-new", layout, 3)
+    assert {p.name for p in folder.iterdir()} == {"stretto-notes", in_use.path.name, new.path.name}

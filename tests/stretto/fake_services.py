@@ -38,7 +38,7 @@ async def serve_broker(folder: Path) -> None:
     server = Server("tcp://127.0.0.1:0", handle)
     serving = asyncio.create_task(server.run())
     aside = folder / "broker.partial"
-    aside.write_text(json.dumps({"address": server.address, "pid": os.getpid()}))
+    aside.write_text(json.dumps({"address": server.address, "pid": os.getpid(), "run_id": "fake"}))
     aside.rename(folder / "broker.json")
     (folder / "drained_because").write_text(await done)
     serving.cancel()

@@ -454,7 +454,9 @@ async def test_services_that_do_not_say_goodbye_are_not_waited_for_long(tmp_path
 
 async def test_serve_tells_the_address_once_it_listens(tmp_path):
     told = asyncio.Queue()
-    task = asyncio.create_task(server.serve(config_of(tmp_path), tmp_path / "run", on_bound=told.put_nowait))
+    task = asyncio.create_task(
+        server.serve(config_of(tmp_path), tmp_path / "run", on_bound=lambda *told_: told.put_nowait(told_[0]))
+    )
     client = Client(await told.get())
     await client.request(Drain(reason="enough"), Ok)
     await task
