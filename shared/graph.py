@@ -38,20 +38,8 @@ ROLLOUT = Stage(
         ]
     ),
 )
-LEARNER_NEEDS = frozenset(
-    [
-        "prompt_tokens",
-        "tokens",
-        "tokens_offsets",
-        "loss_mask",
-        "behavior_logprobs",
-        "versions",
-        "versions_offsets",
-        "finish_reasons",
-        "rewards",
-        "reward_status",
-    ]
-)
+# What was generated, as tokens rather than text, and its reward.
+LEARNER_NEEDS = (ROLLOUT.provides - {"text", "text_offsets"}) | {"rewards", "reward_status"}
 
 
 def reward_stage(signals: Iterable[str]) -> Stage:
