@@ -26,9 +26,6 @@ class Backend(Protocol):
     def collect_gradients(self) -> None:
         """Add the gradients of the compute weights to those of the masters, and clear them."""
 
-    def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name to (dtype, shape) of the tensors of a snapshot, in the learner's compute dtype."""
-
     def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Cast the masters into the tensors of a snapshot."""
 

@@ -122,11 +122,6 @@ class HFBackend:
                 master.grad += weight.grad
             weight.grad = None
 
-    def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name to (dtype, shape) of the tensors of a snapshot, in the learner's compute dtype."""
-        dtype = str(self._dtype).removeprefix("torch.")
-        return {name: (dtype, tuple(master.shape)) for name, master in self.parameters.items()}
-
     @torch.no_grad()
     def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Cast the masters into the tensors of a snapshot."""

@@ -15,7 +15,7 @@ from .test_packing import group_of
 
 
 def slots(backend, dtype) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(shape, dtype=dtype) for name, (_, shape) in backend.layout().items()}
+    return {name: torch.zeros(master.shape, dtype=dtype) for name, master in backend.parameters.items()}
 
 
 def gradients(backend) -> torch.Tensor:
