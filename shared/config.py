@@ -171,6 +171,9 @@ class RunConfig(Section):
     epochs: int | None = Field(None, gt=0, description="passes over the training prompts")
     max_staleness: int = Field(1, ge=0, description="versions that training data may lag; 0 is synchronous")
     on_stale: Literal["train", "drop", "wait"] = Field("train", description="what to do with a group that is staler")
+    replace_equal: float = Field(
+        0.0, ge=0, description="groups of equal rewards replaced by others: at most so many prompts_per_step an update"
+    )
     data: Data
     sampling: Sampling = Field(default_factory=Sampling)
     rollout: Rollout = Field(default_factory=Rollout)
@@ -181,7 +184,8 @@ class RunConfig(Section):
     weights: Weights = Field(default_factory=Weights)
     broker: Broker = Field(default_factory=Broker)
     cores: Literal["auto", "shared"] | dict[str, tuple[int, ...]] = Field(
-        "auto", description="auto: learner and rollouts get cores of their own; shared: none; or cores by service"
+        "auto",
+        description="auto: rollouts on half of the cores, yielding to the learner; shared: any; or cores by service",
     )
 
     @field_validator("algorithm", mode="before")

@@ -109,10 +109,22 @@ class TrajectoryGroup:
         """The ragged text column `name`, one string a sample."""
         return [part.tobytes().decode("utf-8", "replace") for part in self.samples(name)]
 
+    def has_equal_rewards(self) -> bool:
+        """Whether all valid rewards are equal, so that comparing the samples teaches nothing."""
+        valid = self.columns["reward_status"] == RewardStatus.OK
+        return len(np.unique(self.columns["rewards"][valid])) < 2
+
     def oldest_version(self) -> int:
         """The oldest policy version that produced any token (the group's minimum where no token was produced)."""
         runs = self.columns.get("versions")
         return self.min_version if runs is None or not len(runs) else int(runs[:, 0].min())
+
+
+def mean_reward(groups: Sequence[TrajectoryGroup]) -> float:
+    """Mean of all valid rewards of these groups; NaN where there is none."""
+    valid = [group.columns["rewards"][group.columns["reward_status"] == RewardStatus.OK] for group in groups]
+    rewards = np.concatenate(valid) if valid else np.zeros(0)
+    return float(rewards.mean()) if len(rewards) else float("nan")
 
 
 def offsets_name(column: str) -> str:

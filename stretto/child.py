@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -26,7 +27,14 @@ class Child:
 
     @classmethod
     async def start(
-        cls, instance: str, command: Sequence[str], *, environment: dict[str, str], cores: Sequence[int], output: Path
+        cls,
+        instance: str,
+        command: Sequence[str],
+        *,
+        environment: dict[str, str],
+        cores: Sequence[int],
+        output: Path,
+        niceness: int = 0,
     ) -> Child:
         """Start `command` on `cores`, with `environment` added to this process's own.
 
@@ -41,7 +49,7 @@ class Child:
                 stderr=file,
                 env=os.environ | environment,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-                preexec_fn=_before_exec(os.getpid(), cores),
+                preexec_fn=_before_exec(os.getpid(), cores, niceness),
             )
         return cls(instance, process, output, start)
 
@@ -88,11 +96,15 @@ class Child:
         return "\n".join([f"{self.instance} {how}", *text.splitlines()[-LAST_LINES:]])
 
 
-def _before_exec(parent: int, cores: Sequence[int]) -> Callable[[], None]:
+def _before_exec(parent: int, cores: Sequence[int], niceness: int) -> Callable[[], None]:
     """What the new process does before it becomes the service."""
 
     def prepare() -> None:
         die_with(parent)
         os.sched_setaffinity(0, cores)
+        os.nice(niceness)
+        # Where the kernel groups processes by session, the niceness of the group counts between sessions.
+        with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
+            autogroup.write(str(niceness))
 
     return prepare

@@ -16,7 +16,7 @@ from typing import Any
 from protocol.channel import Client
 from protocol.messages import Drain, Ok, Status, StatusRequest
 from shared.config import RunConfig, dump_config
-from shared.cores import available_cores, plan_cores, process_environment
+from shared.cores import available_cores, niceness, plan_cores, process_environment
 from shared.errors import ConfigError, ProtocolError, RunStopped, StrettoError, Unreachable
 from shared.snapshot import PREFIX, shared_folder
 from stretto.child import Child
@@ -150,6 +150,7 @@ class LocalRun:
             [*self._program, "serve", service, *arguments],
             environment=process_environment(service, self._cores[instance]),
             cores=self._cores[instance],
+            niceness=niceness(instance, self._cores),
             output=logs / f"{instance}.out",
         )
 

@@ -94,7 +94,7 @@ def step_line(record: dict[str, Any], status: dict[str, Any]) -> str:
     """One step in one line."""
     parts = [
         f"step {record['version']}/{status['steps']}",
-        f"reward {number(record.get('reward/mean'))}",
+        f"reward {number(record.get('reward/generated'))}",
         f"loss {number(record.get('loss'))}",
         f"kl {number(record.get('kl'))}",
         f"drift {number(record.get('drift/mean'))}",
@@ -136,7 +136,7 @@ def draw(status: dict[str, Any], events: list[str]) -> RenderableType:
         f"step {status['version']}/{status['steps']}", bar, f"{duration(status['eta_s'])} left", status["state"]
     )
     figures = Table.grid(padding=(0, 2))
-    figures.add_row("reward", number(metrics.get("reward/mean")), "loss", number(metrics.get("loss")))
+    figures.add_row("reward", number(metrics.get("reward/generated")), "loss", number(metrics.get("loss")))
     figures.add_row("accuracy", accuracy(status), "KL", number(metrics.get("kl")))
     figures.add_row(
         "staleness",

@@ -52,8 +52,8 @@ def _figures(
         "heldout_accuracy_before": accuracies[0] if accuracies else None,
         "heldout_accuracy_after": accuracies[-1] if accuracies else None,
         "heldout_accuracy": [[result["version"], result["accuracy"]] for result in evaluations],
-        "reward_first": first.get("reward/mean"),
-        "reward_last": last.get("reward/mean"),
+        "reward_first": first.get("reward/generated"),
+        "reward_last": last.get("reward/generated"),
         "sequences_per_s": samples / elapsed if elapsed > 0 else None,
         "tokens_per_s": tokens / elapsed if elapsed > 0 else None,
         "step_s": elapsed / (len(timed) - 1) if len(timed) > 1 else None,
@@ -75,7 +75,7 @@ def _draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
     versions = [record["version"] for record in metrics]
-    rewards = [record.get("reward/mean") for record in metrics]
+    rewards = [record.get("reward/generated") for record in metrics]
     left.plot(versions, rewards, color="#e76f51", alpha=0.35, linewidth=1, label="each step")
     left.plot(versions, _smooth(rewards), color="#e76f51", linewidth=2, label="mean of 10 steps")
     left.set(title="reward of the samples that were trained on", xlabel="version")

@@ -64,7 +64,8 @@ def mean_reward(record: dict[str, Any]) -> float:
 def show_group(console: Console, record: dict[str, Any]) -> None:
     """Print a group: its prompt, and a line for each answer."""
     fields = ", ".join(f"{name}: {value}" for name, value in record["fields"].items())
-    console.print(Text(f"{record['group']}  version {record['version']}  row {record['row']}  {fields}", style="cyan"))
+    used = "replaced" if record["version"] is None else f"version {record['version']}"
+    console.print(Text(f"{record['group']}  {used}  row {record['row']}  {fields}", style="cyan"))
     console.print(Text(record["prompt"]))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     for title in ("reward", *record["signals"], "versions", "end", "answer"):

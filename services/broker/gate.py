@@ -16,6 +16,7 @@ class Policy:
     total_steps: int
     max_staleness: int
     on_stale: str
+    replace_equal: float
     max_attempts: int
     dead_letter_limit: int
     max_in_flight_groups: int
@@ -29,6 +30,7 @@ class Policy:
             total_steps=total_steps,
             max_staleness=config.max_staleness,
             on_stale=config.on_stale,
+            replace_equal=config.replace_equal,
             max_attempts=config.broker.max_attempts,
             dead_letter_limit=config.broker.dead_letter_limit,
             max_in_flight_groups=config.broker.max_in_flight_groups,

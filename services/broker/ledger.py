@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from services.broker.columns import check_columns
 from services.broker.gate import Policy
-from services.broker.outcomes import Dead, Dropped, Evaluated, Outcome, Returned, SystematicFault
+from services.broker.outcomes import Dead, Dropped, Evaluated, Outcome, Replaced, Returned, SystematicFault
 from shared.errors import ProtocolError
 from shared.graph import Stage
 from shared.group import Columns, Lane, Prompt, TrajectoryGroup
@@ -70,6 +70,7 @@ class Ledger:
         self._leases: dict[str, tuple[str, str]] = {}
         self._next_number = 0
         self._deaths_in_row: Counter[str] = Counter()
+        self._replaced_since_commit = 0
         self._counts: dict[Lane, Counter[str]] = {"train": Counter(), "eval": Counter()}
 
     # Admission
@@ -194,7 +195,15 @@ class Ledger:
             del self._entries[group_id]
             self._counts["eval"]["consumed"] += 1
             return [Evaluated(entry.group, entry.admitted_at)]
+        if "rewards" in columns and self._is_to_be_replaced(entry.group):
+            self._remove(entry, "dropped: equal rewards")
+            self._replaced_since_commit += 1
+            return [Replaced(entry.group), *self._drop_stale()]
         return self._drop_stale()
+
+    def _is_to_be_replaced(self, group: TrajectoryGroup) -> bool:
+        limit = self.policy.replace_equal * self.policy.prompts_per_step
+        return self._replaced_since_commit < limit and group.has_equal_rewards()
 
     def fail(self, group_id: str, lease_id: str, error: str, *, retry: bool) -> list[Outcome]:
         """A stage could not process a group. A report about a lease that is over changes nothing.
@@ -275,6 +284,7 @@ class Ledger:
             self._close(entry, self._last.name, entry.work[self._last.name])
             del self._entries[entry.group.group_id]
         self._counts["train"]["consumed"] += len(entries)
+        self._replaced_since_commit = 0
         self.version = version
         return [entry.group for entry in entries], self._drop_stale()
 

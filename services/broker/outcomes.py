@@ -25,6 +25,13 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """A group of equal rewards left without being trained; a group of the next prompt takes its place."""
+
+    group: TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated:
     """An evaluation group has all its columns. scheduled: the version that it was made for."""
 
@@ -51,4 +58,4 @@ class SystematicFault:
     last_error: str
 
 
-Outcome = Dead | Dropped | Evaluated | Returned | SystematicFault
+Outcome = Dead | Dropped | Replaced | Evaluated | Returned | SystematicFault

@@ -16,8 +16,8 @@ FILES = ("metrics", "samples", "spans", "evaluations", "dead_letters")
 class RunLog:
     """The files of a run folder.
 
-    metrics.jsonl has a line a version, samples.jsonl one a group that was consumed or evaluated, spans.jsonl one a span
-    of a service's time; evaluations.jsonl, dead_letters.jsonl and status.json say it by their names.
+    metrics.jsonl has a line a version, samples.jsonl one a group that was consumed, replaced or evaluated, spans.jsonl
+    one a span of a service's time; evaluations.jsonl, dead_letters.jsonl and status.json say it by their names.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,8 +31,8 @@ class RunLog:
         """Append a line to `<file>.jsonl`."""
         self._files[file].write(json.dumps(_finite(record)) + "\n")
 
-    def group(self, group: TrajectoryGroup, version: int) -> None:
-        """Append a group that was consumed by `version`, or evaluated."""
+    def group(self, group: TrajectoryGroup, version: int | None) -> None:
+        """Append a group that was consumed by `version` or evaluated for it; None: another took its place."""
         columns = group.columns
         signals = {
             name.removeprefix("signal/"): v.tolist() for name, v in columns.items() if name.startswith("signal/")

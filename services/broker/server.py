@@ -50,7 +50,7 @@ from shared.algorithms import load_algorithm
 from shared.config import RunConfig
 from shared.errors import DataError, ProtocolError, RunStopped, StrettoError
 from shared.graph import check_graph
-from shared.group import Lane
+from shared.group import Lane, TrajectoryGroup, mean_reward
 from shared.log import log
 
 GOODBYE_S = 10.0
@@ -100,6 +100,7 @@ class Broker:
         self._history: deque[dict[str, Any]] = deque(maxlen=200)
         self._staleness = 0
         self._pace = Pace()
+        self._replaced: list[TrajectoryGroup] = []
         self._dead_letters: deque[dict[str, Any]] = deque(maxlen=SHOWN_DEAD_LETTERS)
         self._warnings: deque[str] = deque(maxlen=20)
 
@@ -304,7 +305,11 @@ class Broker:
         now = time.time()
         self._pace.committed(now, sum(group.n_samples for group in groups))
         self._staleness = max((commit.version - 1 - group.oldest_version() for group in groups), default=0)
-        self._metrics = dict(commit.metrics)
+        self._metrics = dict(commit.metrics) | {
+            "reward/generated": mean_reward([*groups, *self._replaced]),
+            "replaced/groups": float(len(self._replaced)),
+        }
+        self._replaced.clear()
         record = self._metrics | {"version": commit.version, "lineage": commit.lineage, "time": now}
         self._history.append(record)
         self._runlog.write("metrics", record)
@@ -350,6 +355,9 @@ class Broker:
                 case outcomes.Dropped(group, reason):
                     self._source.give_back(group.prompt)
                     log.info("dropped", group=group.group_id, reason=reason)
+                case outcomes.Replaced(group):
+                    self._replaced.append(group)
+                    self._runlog.group(group, None)
                 case outcomes.Dead(group, stage, errors):
                     letter = {
                         "group_id": group.group_id,

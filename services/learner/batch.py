@@ -80,11 +80,6 @@ def _valid_samples(group: TrajectoryGroup, algorithm: Algorithm) -> GroupBatch:
     )
 
 
-def _has_equal_rewards(group: TrajectoryGroup) -> bool:
-    valid = group.columns["reward_status"] == RewardStatus.OK
-    return len(np.unique(group.columns["rewards"][valid])) < 2
-
-
 def _metrics(groups: list[TrajectoryGroup], version: int) -> dict[str, float]:
     status = np.concatenate([group.columns["reward_status"] for group in groups])
     valid = status == RewardStatus.OK
@@ -93,7 +88,7 @@ def _metrics(groups: list[TrajectoryGroup], version: int) -> dict[str, float]:
     finish = np.concatenate([group.columns["finish_reasons"] for group in groups])
     runs = np.concatenate([group.columns["versions"] for group in groups])
     lags, weights = version - runs[:, 0], runs[:, 1]
-    equal = [_has_equal_rewards(group) for group in groups]
+    equal = [group.has_equal_rewards() for group in groups]
     return {
         "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
         "reward/std": float(rewards.std()) if len(rewards) else float("nan"),

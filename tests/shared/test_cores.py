@@ -6,32 +6,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cores import plan_cores, process_environment
+from shared.cores import YIELDING, niceness, plan_cores, process_environment
 from shared.errors import ConfigError
 
 INSTANCES = ["broker", "broadcaster-0", "rollout-0", "rollout-1", "reward-0", "learner-0"]
 
 
-def test_the_learner_gets_the_upper_half_and_the_rollouts_share_out_the_lower() -> None:
+def test_the_rollouts_share_out_the_lower_half_and_the_learner_may_use_every_core() -> None:
     plan = plan_cores("auto", INSTANCES, [0, 1, 2, 3, 4, 5, 6, 7])
-    assert plan["learner-0"] == (4, 5, 6, 7)
     assert (plan["rollout-0"], plan["rollout-1"]) == ((0, 1), (2, 3))
-    assert plan["broker"] == plan["reward-0"] == plan["broadcaster-0"] == (0, 1, 2, 3, 4, 5, 6, 7)
+    assert plan["learner-0"] == plan["broker"] == plan["reward-0"] == (0, 1, 2, 3, 4, 5, 6, 7)
 
 
-def test_two_cores_are_one_each_for_learner_and_rollouts() -> None:
+def test_on_two_cores_the_rollouts_have_one() -> None:
     plan = plan_cores("auto", INSTANCES, [0, 1])
-    assert (plan["learner-0"], plan["rollout-0"], plan["rollout-1"]) == ((1,), (0,), (0,))
+    assert (plan["learner-0"], plan["rollout-0"], plan["rollout-1"]) == ((0, 1), (0,), (0,))
+
+
+def test_rollouts_yield_where_they_share_cores_with_the_learner_and_nobody_else_does() -> None:
+    shared, apart = plan_cores("auto", INSTANCES, [0, 1]), {"rollout-0": (0,), "learner-0": (1,)}
+    assert {name for name in INSTANCES if niceness(name, shared) == YIELDING} == {"rollout-0", "rollout-1"}
+    assert [niceness(name, apart) for name in apart] == [0, 0]
 
 
 @given(st.integers(2, 40), st.integers(1, 12))
-def test_busy_services_never_share_a_core_with_the_learner_and_no_core_is_idle(cores: int, rollouts: int) -> None:
+def test_every_instance_has_cores_and_the_learner_always_some_without_rollouts(cores: int, rollouts: int) -> None:
     names = [f"rollout-{i}" for i in range(rollouts)]
     plan = plan_cores("auto", [*names, "learner-0"], list(range(cores)))
-    given_to_rollouts = {core for name in names for core in plan[name]}
     assert all(plan[name] for name in plan)
-    assert not given_to_rollouts & set(plan["learner-0"])
-    assert given_to_rollouts | set(plan["learner-0"]) == set(range(cores))
+    assert set(plan["learner-0"]) > {core for name in names for core in plan[name]}
 
 
 @pytest.mark.parametrize("setting", ["auto", "shared"])

@@ -20,10 +20,10 @@ STATUS: dict[str, Any] = {
     "sequences_per_s": 27.6,
     "tokens_per_s": 130.0,
     "saved_version": -1,
-    "metrics": {"reward/mean": 0.25, "loss": -0.01, "staleness/mean": 0.5, "staleness/max": 1.0},
+    "metrics": {"reward/generated": 0.25, "loss": -0.01, "staleness/mean": 0.5, "staleness/max": 1.0},
     "history": [
-        {"version": 1, "reward/mean": 0.125, "loss": 0.0},
-        {"version": 2, "reward/mean": 0.25, "loss": -0.01, "staleness/mean": 0.5, "staleness/max": 1.0},
+        {"version": 1, "reward/generated": 0.125, "loss": 0.0},
+        {"version": 2, "reward/generated": 0.25, "loss": -0.01, "staleness/mean": 0.5, "staleness/max": 1.0},
     ],
     "evaluations": [{"version": 0, "accuracy": 0.125, "reward": 0.2, "prompts": 64, "scored": 63}],
     "groups": {

@@ -7,7 +7,7 @@ import pytest
 
 from services.broker.gate import Policy
 from services.broker.ledger import Ledger
-from services.broker.outcomes import Dead, Dropped, Evaluated, Returned, SystematicFault
+from services.broker.outcomes import Dead, Dropped, Evaluated, Replaced, Returned, SystematicFault
 from shared.errors import ProtocolError
 from shared.graph import Stage
 from shared.group import Prompt
@@ -32,6 +32,7 @@ class Run:
             "total_steps": 10,
             "max_staleness": 1,
             "on_stale": "train",
+            "replace_equal": 0.0,
             "max_attempts": 3,
             "dead_letter_limit": 3,
             "max_in_flight_groups": 100,
@@ -69,6 +70,50 @@ class Run:
 
 def ids(grants):
     return [grant.entry.group.group_id for grant in grants]
+
+
+def score(run, *rewards):
+    """Score the groups that are ready for it, oldest first: one list of rewards a group."""
+    happened = []
+    for grant, group_rewards in zip(run.lease("reward", len(rewards)), rewards, strict=True):
+        columns = run.columns_of("reward") | {"rewards": np.array(group_rewards, dtype="f4")}
+        happened += run.ledger.complete(grant.entry.group.group_id, grant.lease_id, columns)
+    return happened
+
+
+# Groups of equal rewards
+
+
+def test_groups_of_equal_rewards_are_trained_by_default(make):
+    run = make()
+    run.admit()
+    assert run.pass_through(0) == [] and len(run.lease("learner", 4)) == 4
+
+
+def test_a_group_of_equal_rewards_makes_room_for_another(make):
+    run = make(replace_equal=1)
+    equal, *_ = run.admit()
+    for grant in run.lease("rollout"):
+        run.finish(grant)
+    assert score(run, [1, 1], [0, 1], [1, 0], [0, 1]) == [Replaced(equal)]
+    assert run.account()["dropped"] == {"equal rewards": 1} and run.ledger.room() == 1
+    assert len(run.lease("learner", 4)) == 3
+
+
+def test_no_more_groups_are_replaced_between_two_updates_than_allowed(make):
+    run = make(replace_equal=0.5)  # one of the two of an update
+    run.admit()
+    for grant in run.lease("rollout"):
+        run.finish(grant)
+    assert [type(outcome) for outcome in score(run, [1, 1], [1, 1], [0, 0])] == [Replaced]
+    run.commit(run.lease("learner", 2, min_groups=2))
+    assert [type(outcome) for outcome in score(run, [1, 1])] == [Replaced]
+
+
+def test_evaluation_groups_are_never_replaced(make):
+    run = make(replace_equal=1)
+    run.admit(1, "eval")
+    assert [type(outcome) for outcome in run.pass_through(0)] == [Evaluated]
 
 
 # Admission

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from services.broker.gate import Policy
 from services.broker.ledger import Ledger
-from services.broker.outcomes import Dead, Dropped, Evaluated
+from services.broker.outcomes import Dead, Dropped, Evaluated, Replaced
 from shared.errors import ProtocolError
 from shared.graph import LEARNER_NEEDS, ROLLOUT, Stage, reward_stage
 from shared.group import Prompt, ragged, ragged_text
@@ -39,13 +39,15 @@ class LedgerMachine(RuleBasedStateMachine):
         prompts_per_step=st.integers(1, 3),
         on_stale=st.sampled_from(["train", "drop", "wait"]),
         max_attempts=st.integers(1, 3),
+        replace_equal=st.sampled_from([0, 1, 3]),
     )
-    def begin(self, max_staleness, prompts_per_step, on_stale, max_attempts):
+    def begin(self, max_staleness, prompts_per_step, on_stale, max_attempts, replace_equal):
         self.policy = Policy(
             prompts_per_step=prompts_per_step,
             total_steps=6,
             max_staleness=max_staleness,
             on_stale=on_stale,
+            replace_equal=replace_equal,
             max_attempts=max_attempts,
             dead_letter_limit=1000,
             max_in_flight_groups=50,
@@ -58,6 +60,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.batch = []
         self.admitted, self.gone, self.consumed = Counter(), Counter(), Counter()
         self.given_back = 0
+        self.replaced = 0
 
     def take(self, outcomes):
         for outcome in outcomes:
@@ -68,6 +71,11 @@ class LedgerMachine(RuleBasedStateMachine):
                     self.given_back += group.lane == "train"
                 case Dropped(group, _):
                     assert self.policy.on_stale == "drop"
+                    self.gone[group.group_id] += 1
+                    self.given_back += 1
+                case Replaced(group):
+                    self.replaced += 1
+                    assert self.replaced <= self.policy.replace_equal * self.policy.prompts_per_step
                     self.gone[group.group_id] += 1
                     self.given_back += 1
                 case Evaluated(group, _):
@@ -152,6 +160,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert [group.group_id for group in consumed] == ids
         self.consumed.update(ids)
         self.batch = []
+        self.replaced = 0
         self.take(outcomes)
 
     @invariant()
@@ -231,6 +240,7 @@ def test_a_run_whose_workers_go_on_failing_still_reaches_its_last_version(on_sta
         total_steps=8,
         max_staleness=max_staleness,
         on_stale=on_stale,
+        replace_equal=2.0,
         max_attempts=2,
         dead_letter_limit=1000,
         max_in_flight_groups=50,

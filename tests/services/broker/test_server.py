@@ -461,3 +461,21 @@ async def test_serve_tells_the_address_once_it_listens(tmp_path):
     await client.request(Drain(reason="enough"), Ok)
     await task
     await client.close()
+
+
+async def test_a_group_of_equal_rewards_is_replaced_by_the_next_prompt_and_written_down(tmp_path, columns_of):
+    async with running(config_of(tmp_path, steps=1, replace_equal=1), tmp_path) as (_, client, _):
+        rollout, reward, learner = await cast(client, columns_of)
+        rows = []
+        for rewards in ([1, 1], [0, 1], [0, 1]):
+            for lease, _ in await rollout.lease(1):
+                rows.append(lease.prompt["row"])
+                await rollout.complete(lease)
+            for lease, _ in await reward.lease():
+                columns = columns_of("reward", 0, 2) | {"rewards": np.array(rewards, dtype="f4")}
+                await reward.complete(lease, columns=columns)
+        await learner.commit(1, await learner.lease(2, min_groups=2))
+    assert len(set(rows)) == 3
+    [metrics] = lines(tmp_path, "metrics")
+    assert metrics["replaced/groups"] == 1 and metrics["reward/generated"] == pytest.approx(4 / 6)
+    assert [record["version"] for record in lines(tmp_path, "samples")] == [None, 1, 1]
