@@ -1,7 +1,8 @@
 """Requests and answers over ZeroMQ: `Client` (DEALER) and `Server` (ROUTER). Correlation is by id, never by order.
 
-A request is sent again with the same id until it is answered or its deadline passes; the server remembers recent ids,
-so a repeated request gets the same answer and is carried out once.
+A request is sent again with the same id until it is answered or its deadline passes, at once when the connection was
+lost and is there again; the server remembers recent ids, so a repeated request gets the same answer and is carried out
+once.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ class Client:
         _harden(self._socket, limits)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"{address!r} is not an address to connect to ({error.strerror})") from None
+        self._reconnected: asyncio.Future[None] | None = None
         self._waiting: dict[bytes, asyncio.Future[Message]] = {}
-        self._reader: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
 
     async def request(
         self,
@@ -64,8 +67,10 @@ class Client:
         wait_s: how long the server may hold the request on purpose (a long poll).
         Raises ProtocolError where the server refused, Unreachable where no answer came in wait_s + deadline_s.
         """
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read(), name=f"answers of {self._peer}")
+        if self._reconnected is None:
+            self._reconnected = asyncio.get_running_loop().create_future()
+            parts = (self._read(), self._watch())
+            self._background = [asyncio.create_task(part, name=f"answers of {self._peer}") for part in parts]
         message = Message(body, columns or {})
         frames = encode(message)
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -81,7 +86,12 @@ class Client:
                     )
                 tries += 1
                 await self._send(frames, left)
-                await asyncio.wait([future], timeout=min(left, wait_s + RETRY_S))
+                wakers: list[asyncio.Future[Any]] = [future, self._reconnected]
+                await asyncio.wait(
+                    wakers,
+                    timeout=min(left, wait_s + RETRY_S),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
         finally:
             del self._waiting[message.id]
         reply = future.result()
@@ -110,11 +120,21 @@ class Client:
             if future is not None and not future.done():
                 future.set_result(message)
 
+    async def _watch(self) -> None:
+        """Have everything asked again when a lost connection is there again: the server may be another one by now."""
+        await self._monitor.recv_multipart()  # the first connection
+        while True:
+            await self._monitor.recv_multipart()
+            assert self._reconnected is not None
+            self._reconnected.set_result(None)
+            self._reconnected = asyncio.get_running_loop().create_future()
+
     async def close(self) -> None:
         """Close the socket; requests under way end with their deadline."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self._socket.disable_monitor()
         self._socket.close(linger=500)
 
 

@@ -137,3 +137,29 @@ async def test_a_port_in_use_is_one_clear_sentence():
     async with serving(handle) as (server, _):
         with pytest.raises(ConfigError, match=f"the address {server.address} is in use: stop the other program"):
             Server(server.address, handle)
+
+
+async def test_a_request_is_asked_again_as_soon_as_the_server_is_there_again():
+    asked = asyncio.Event()
+
+    async def silent(message):
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def answering(message):
+        return Ok()
+
+    first = Server("tcp://127.0.0.1:0", silent)
+    serving_first = asyncio.create_task(first.run())
+    client = Client(first.address)
+    request = asyncio.create_task(client.request(Drain(reason="r"), Ok, wait_s=60.0))
+    await asked.wait()
+    serving_first.cancel()
+    await asyncio.gather(serving_first, return_exceptions=True)
+    second = Server(first.address, answering)
+    serving_second = asyncio.create_task(second.run())
+    async with asyncio.timeout(20.0):  # it would be 65 s without the reconnect
+        await request
+    await client.close()
+    serving_second.cancel()
+    await asyncio.gather(serving_second, return_exceptions=True)
