@@ -34,7 +34,10 @@ MAX_RUNNING = 16_384
 
 
 class Client:
-    """Asks one server. Use within one event loop; any number of requests may be under way at once."""
+    """Asks one server. Use within one event loop; any number of requests may be under way at once.
+
+    connections: how often a connection was made; the server may be another one each time.
+    """
 
     def __init__(self, address: str, *, peer: str = "broker", limits: Limits = Limits()) -> None:
         self.address = address
@@ -49,6 +52,7 @@ class Client:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"{address!r} is not an address to connect to ({error.strerror})") from None
+        self.connections = 0
         self._reconnected: asyncio.Future[None] | None = None
         self._waiting: dict[bytes, asyncio.Future[Message]] = {}
         self._background: list[asyncio.Task[None]] = []
@@ -122,12 +126,13 @@ class Client:
 
     async def _watch(self) -> None:
         """Have everything asked again when a lost connection is there again: the server may be another one by now."""
-        await self._monitor.recv_multipart()  # the first connection
         while True:
             await self._monitor.recv_multipart()
-            assert self._reconnected is not None
-            self._reconnected.set_result(None)
-            self._reconnected = asyncio.get_running_loop().create_future()
+            self.connections += 1
+            if self.connections > 1:
+                assert self._reconnected is not None
+                self._reconnected.set_result(None)
+                self._reconnected = asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
         """Close the socket; requests under way end with their deadline."""

@@ -61,13 +61,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
 
     Raises ProtocolError `bad_column` for a dtype that the wire does not know.
     """
-    table, frames = [], []
-    for name, array in message.columns.items():
-        dtype = _NAMES.get(array.dtype)
-        if dtype is None:
-            raise ProtocolError("bad_column", f"{name} is {array.dtype}; the wire knows {', '.join(DTYPES)}")
-        table.append([name, dtype, list(array.shape)])
-        frames.append(np.ascontiguousarray(array).reshape(-1).view("u1").data)
+    table, frames = columns_to_frames(message.columns)
     body = message.body
     header = {
         "v": PROTOCOL_VERSION,
@@ -77,6 +71,22 @@ def encode(message: Message) -> list[bytes | memoryview]:
         "columns": table,
     }
     return [msgpack.packb(header), *frames]
+
+
+def columns_to_frames(columns: Columns) -> tuple[list[list[Any]], list[memoryview]]:
+    """A [name, dtype, shape] and the raw bytes of each column, which are views on the arrays.
+
+    Raises ProtocolError `bad_column` for a dtype that the wire does not know.
+    """
+    table: list[list[Any]] = []
+    frames: list[memoryview] = []
+    for name, array in columns.items():
+        dtype = _NAMES.get(array.dtype)
+        if dtype is None:
+            raise ProtocolError("bad_column", f"{name} is {array.dtype}; the wire knows {', '.join(DTYPES)}")
+        table.append([name, dtype, list(array.shape)])
+        frames.append(np.ascontiguousarray(array).reshape(-1).view("u1").data)
+    return table, frames
 
 
 def decode(frames: Sequence[Frame], limits: Limits = Limits()) -> Message:

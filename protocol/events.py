@@ -34,21 +34,36 @@ class EventPublisher:
         self._socket.close(linger=500)
 
 
-async def subscribe(address: str) -> AsyncIterator[Event]:
-    """The events published at `address` from now on. Frames that are no event are skipped."""
-    socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
-    socket.setsockopt(zmq.MAXMSGSIZE, _LIMITS.message_bytes)
-    socket.subscribe(b"")
-    socket.connect(address)
-    try:
+class EventSubscriber:
+    """A member's side: the events of one publisher, which may be another one later."""
+
+    def __init__(self) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _LIMITS.message_bytes)
+        self._socket.subscribe(b"")
+        self._address: str | None = None
+
+    def connect(self, address: str) -> None:
+        """Listen to the publisher at `address`, and to no other any more."""
+        if address == self._address:
+            return
+        if self._address is not None:
+            self._socket.disconnect(self._address)
+        self._socket.connect(address)
+        self._address = address
+
+    async def events(self) -> AsyncIterator[Event]:
+        """The events from now on. Frames that are no event are skipped."""
         while True:
-            frames = await socket.recv_multipart(copy=False)
+            frames = await self._socket.recv_multipart(copy=False)
             try:
                 message = decode(frames, _LIMITS)
             except ProtocolError as error:
-                log.warning("refused an event", address=address, error=str(error))
+                log.warning("refused an event", address=self._address, error=str(error))
                 continue
             if isinstance(message.body, Event):
                 yield message.body
-    finally:
-        socket.close(linger=0)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close(linger=0)

@@ -50,6 +50,7 @@ class Welcome(Body):
     heartbeat_s: float
     broker_epoch: str = Field(description="changes when the broker restarts: say hello again, leases are void")
     events_address: str = Field(description="PUB socket of the broker")
+    listened: str | None = Field(None, description="where an instance of this name last listened, to do so again")
 
 
 class Heartbeat(Body):
@@ -156,14 +157,15 @@ class Checkpointed(Body):
     lineage: int
     version: int
     location: str
+    oldest: int = Field(description="oldest version that the run may go on from: the journal keeps what came after it")
 
 
 class Resume(Body):
-    """The learner goes on from a checkpoint: the broker's version becomes this one. Answered by Resumed."""
+    """The learner goes on from `version`: what came after it is done again. Answered by Resumed."""
 
     type = "resume"
     version: int
-    location: str
+    location: str = Field(description="of the checkpoint; empty where there is none, at version 0")
 
 
 class Resumed(Body):
@@ -195,6 +197,33 @@ class Drain(Body):
     reason: str
 
 
+class DeadLettersRequest(Body):
+    """Ask for the groups that failed too often. Answered by DeadLetters."""
+
+    type = "dead_letters"
+
+
+class DeadLetters(Body):
+    """Plain records with group_id, lane, stage, prompt and errors, oldest first."""
+
+    type = "dead_letters_of_run"
+    letters: list[dict[str, Any]]
+
+
+class Requeue(Body):
+    """Give the prompts of dead letters back to the source. Answered by Requeued."""
+
+    type = "requeue"
+    group_ids: list[str] | None = Field(description="None: of all")
+
+
+class Requeued(Body):
+    """How many prompts will be drawn again."""
+
+    type = "requeued"
+    count: int
+
+
 class Leave(Body):
     """An instance leaves; its leases go back at once. Answered by Ok. `error` says why, if it is not the run's end."""
 
@@ -221,6 +250,8 @@ class AcquireSlot(Body):
     """The learner asks the broadcaster for a snapshot slot to write. Answered by Slot."""
 
     type = "acquire_slot"
+    path: str = Field(description="shared-memory file, a name below the host's shared-memory folder")
+    is_new: bool = Field(description="whether nothing in the file was ever published")
     lineage: int
     version: int
     wait_ms: int
@@ -238,7 +269,7 @@ class Publish(Body):
     """A snapshot is complete in its slot. Answered by Ok."""
 
     type = "publish"
-    path: str = Field(description="shared-memory file, a name below the host's shared-memory folder")
+    path: str = Field(description="as in AcquireSlot")
     slot: int
     lineage: int
     version: int
@@ -248,11 +279,12 @@ class Publish(Body):
 class Follow(Body):
     """A rollout tells which snapshot it reads and waits for a newer one. Answered by Offer.
 
-    slot, version: what it reads now (None, -1 at first). It reads nothing else from the moment of this request.
+    path, slot, version: what it reads now (None, None, -1 at first), and nothing else from this moment on.
     """
 
     type = "follow"
     instance: str
+    path: str | None
     slot: int | None
     lineage: int
     version: int

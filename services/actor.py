@@ -43,8 +43,8 @@ class StageActor:
         self._counts_samples = samples is not None
         self._size: dict[Lane, int] = samples or {"train": 1, "eval": 1}
         self._idle_bucket: Bucket = idle_bucket
-        self._room = capacity
-        self._running = 0
+        self._capacity = self._room = capacity
+        self._leases: dict[str, Lease] = {}
         self._freed = asyncio.Condition()
 
     async def run(self) -> None:
@@ -55,10 +55,12 @@ class StageActor:
                 async with self._freed:
                     await self._freed.wait_for(lambda: self._room >= self._size["train"])
                 for lease, columns in await self._lease():
-                    self._room -= self._size[lease.lane]
-                    self._running += 1
-                    self._member.account.enter("compute")
-                    tasks.create_task(self._work(lease, columns), name=f"group {lease.group_id}")
+                    is_under_way = lease.group_id in self._leases  # the broker had given up on the lease before
+                    self._leases[lease.group_id] = lease
+                    if not is_under_way:
+                        self._room -= self._size[lease.lane]
+                        self._member.account.enter("compute")
+                        tasks.create_task(self._work(lease, columns), name=f"group {lease.group_id}")
 
     async def _lease(self) -> list[tuple[Lease, Columns]]:
         """Groups that are ready for the stage, as many as there is room for; empty when none came in a while."""
@@ -73,24 +75,27 @@ class StageActor:
         return list(zip(leased.leases, part_groups(columns, len(leased.leases)), strict=True))
 
     async def _work(self, lease: Lease, columns: Columns) -> None:
-        """Process one group and tell the broker the outcome; afterwards its room is free again."""
-        body: Complete | Fail
+        """Process one group and tell the broker the outcome, for its latest lease; then its room is free again."""
         assert lease.prompt is not None
         prompt = Prompt.from_wire(lease.prompt)
         group = TrajectoryGroup(lease.group_id, lease.lane, prompt, lease.min_version, columns)
+        fault: str | None = None
         try:
             provided = await self._process(group)
         except Exception as error:
             if not isinstance(error, StrettoError):
                 log.exception("a group failed", group=lease.group_id)
-            body, provided = Fail(lease_id=lease.lease_id, group_id=lease.group_id, error=_text(error)), {}
-        else:
+            fault, provided = _text(error), {}
+        lease = self._leases.pop(lease.group_id)
+        body: Complete | Fail
+        if fault is None:
             body = Complete(lease_id=lease.lease_id, group_id=lease.group_id, attempt=lease.attempt)
+        else:
+            body = Fail(lease_id=lease.lease_id, group_id=lease.group_id, error=fault)
         await self._tell(body, provided)
         async with self._freed:
             self._room += self._size[lease.lane]
-            self._running -= 1
-            if self._running == 0:
+            if self._room == self._capacity:
                 self._member.account.enter(self._idle_bucket)
             self._freed.notify()
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 from protocol.channel import Client
-from protocol.events import subscribe
+from protocol.events import EventSubscriber
 from protocol.messages import (
     Body,
     Heartbeat,
@@ -39,7 +39,8 @@ CLEANUP_S = 5.0
 class Member:
     """One service in a run.
 
-    config, run_folder, run_id, total_steps: from the broker's welcome. lineage, version: the newest that it told of.
+    config, run_folder, run_id, total_steps: from the broker's welcome. listened: where an instance of this name has
+    listened in this run. lineage, version: the newest that the broker told of.
     state, holds_version, figures: what the next heartbeat tells the broker. account: where this service's time goes.
     """
 
@@ -47,6 +48,7 @@ class Member:
     run_folder: str
     run_id: str
     total_steps: int
+    listened: str | None
 
     def __init__(self, broker: str, service: Service, instance: str, *, stage: str | None = None) -> None:
         self.service: Service = service
@@ -61,9 +63,8 @@ class Member:
         self.draining = False
         self._client = Client(broker)
         self._address: str | None = None
-        self._epoch = ""
         self._beat_now = asyncio.Event()
-        self._events_address = ""
+        self._events = EventSubscriber()
 
     async def join(self, address: str | None = None) -> RunConfig:
         """Say hello and take the run's config from the answer. `address` is where this service listens, if it does.
@@ -82,8 +83,8 @@ class Member:
         welcome, _ = await self._client.request(hello, Welcome, deadline_s=JOIN_DEADLINE_S)
         self.config = parse_config(welcome.config)
         self.run_folder, self.run_id, self.total_steps = welcome.run_folder, welcome.run_id, welcome.total_steps
-        self.lineage, self.version = welcome.lineage, welcome.version
-        self._epoch, self._events_address = welcome.broker_epoch, welcome.events_address
+        self.lineage, self.version, self.listened = welcome.lineage, welcome.version, welcome.listened
+        self._events.connect(welcome.events_address)
         self._heartbeat_s = welcome.heartbeat_s
         log.info("joined", run=self.run_id, version=self.version)
         return self.config
@@ -147,7 +148,7 @@ class Member:
             raise RunStopped(pulse.stop_reason)
 
     async def _listen(self) -> None:
-        async for event in subscribe(self._events_address):
+        async for event in self._events.events():
             if event.kind in ("drain", "shutdown"):
                 self._beat_now.set()
             elif event.kind == "version" and event.lineage == self.lineage:
@@ -178,6 +179,7 @@ class Member:
         except (Unreachable, ProtocolError) as trouble:
             log.warning("could not tell the broker that this service leaves", error=str(trouble))
         await self._client.close()
+        self._events.close()
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -128,7 +128,8 @@ class Checkpoint(Section):
     """Model, optimizer, schedule, RNG and version."""
 
     every: Positive = Field(50, description="versions between checkpoints; the last version is always saved")
-    keep_last: Positive = Field(2, description="how many to keep")
+    keep_last: Positive = Field(2, description="how many to keep, any of which the run can go on from")
+    keep_every: int | None = Field(None, gt=0, description="keep those of each so many versions for good")
 
 
 class Weights(Section):
@@ -152,7 +153,10 @@ class Broker(Section):
     max_attempts: Positive = Field(3, description="leases of a group that may fail at one stage")
     dead_letter_limit: Positive = Field(8, description="groups that die in a row before the run stops")
     max_in_flight_groups: Positive = Field(4096, description="groups in the broker's memory")
-    patience_s: Seconds = Field(60.0, description="how long services go on without the broker")
+    journal: Literal["normal", "full", "off"] = Field(
+        "normal", description="normal: survives a killed broker; full: a power cut too; off: nothing does"
+    )
+    patience_s: Seconds = Field(120.0, description="how long services go on without the broker")
     progress_s: Seconds = Field(600.0, description="time without a finished group or step after which the run stops")
 
 

@@ -7,7 +7,7 @@ class StrettoError(Exception):
     """Base of all errors whose text is meant for the user: the command line prints it without a traceback.
 
     `exit_code` is what a process that ends with the error exits with. The launcher restarts a service that failed,
-    except after a `ConfigError`, which no restart can mend.
+    except after a `ConfigError`, which no restart can mend, or when the run has ended (`RunStopped`).
     """
 
     exit_code = 1
@@ -42,6 +42,8 @@ class Unreachable(StrettoError):
 
 class RunStopped(StrettoError):
     """The broker ended the run, because of a fault that goes on or because somebody asked for it."""
+
+    exit_code = 3
 
 
 class WeightsError(StrettoError):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.process import die_with
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RunStopped
 
 LAST_LINES = 8
 
@@ -75,6 +75,16 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # all gone already
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it ended without an error."""
+        return self._process.returncode == 0
+
+    @property
+    def ended_the_run(self) -> bool:
+        """Whether a broker ended because its run did, well or badly."""
+        return self._process.returncode in (0, RunStopped.exit_code)
 
     @property
     def hopeless(self) -> bool:

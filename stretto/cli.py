@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -54,7 +56,7 @@ def train(
     config: Config,
     overrides: Overrides = None,
     run_folder: Annotated[Path | None, typer.Option(help="default: FOLDER/NAME, or NAME-2 … if taken")] = None,
-    resume: Annotated[bool, typer.Option(help="go on from the run's latest checkpoint")] = False,
+    resume: Annotated[bool, typer.Option(help="go on with the run where it was")] = False,
     plain: Annotated[bool, typer.Option(help="one line a step, also on a terminal")] = False,
 ) -> None:
     """Run all services of a run on this host until it is done."""
@@ -66,7 +68,7 @@ def train(
     folder = (resumed_run_folder if resume else new_run_folder)(effective, run_folder)
     console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
     plain = plain or not console.is_terminal
-    asyncio.run(train_locally(effective, folder, resume=resume, plain=plain, console=console))
+    asyncio.run(train_locally(effective, folder, plain=plain, console=console))
 
 
 @app.command()
@@ -121,13 +123,61 @@ def report(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def replay(
+    run_folder: RunFolder,
+    from_checkpoint: Annotated[int, typer.Option(help="version of the checkpoint to begin with; 0: the run's model")],
+    output: Annotated[Path | None, typer.Option(help="write the figures of each step there, as JSON lines")] = None,
+) -> None:
+    """Train the learner alone on what a run had trained on, in the same order, on one thread."""
+    from stretto.replay import replay
+
+    table = "{:>8} {:>7} {:>12} {:>12} {:>10}  {}"
+    console.print(table.format("version", "groups", "loss", "loss then", "grad norm", "weights"), style="bold")
+    with output.open("w") if output is not None else contextlib.nullcontext() as file:
+        for step in replay(run_folder, from_checkpoint):
+            values = (step.metrics["loss"], step.then.get("loss"), step.metrics.get("grad_norm"))
+            figures = ["-" if value is None else f"{value:.6g}" for value in values]
+            console.print(table.format(step.version, step.groups, *figures, step.weights), highlight=False)
+            if file is not None:
+                file.write(json.dumps(dataclasses.asdict(step)) + "\n")
+
+
+@app.command("dead-letters")
+def dead_letters(
+    run_folder: RunFolder,
+    broker: Broker = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> None:
+    """Show the groups that failed too often, with every error."""
+    from stretto.letters import list_letters, show_letters
+
+    letters = asyncio.run(list_letters(run_folder, broker))
+    console.print_json(json.dumps(letters)) if as_json else show_letters(console, letters)
+
+
+@app.command()
+def requeue(
+    run_folder: RunFolder,
+    groups: Annotated[list[str] | None, typer.Argument(help="ids of dead letters")] = None,
+    every: Annotated[bool, typer.Option("--all", help="all dead letters")] = False,
+    broker: Broker = None,
+) -> None:
+    """Have the prompts of dead letters generated again, by a run that goes on or by one that will."""
+    from stretto.letters import requeue_letters
+
+    if bool(groups) == every:
+        raise ConfigError("requeue needs ids of dead letters (stretto dead-letters shows them), or --all")
+    count = asyncio.run(requeue_letters(run_folder, broker, None if every else groups))
+    console.print(f"{count} prompts will be drawn again")
+
+
+@app.command()
 def serve(
     service: Annotated[str, typer.Argument(help="broker, broadcaster, rollout, reward or learner")],
     broker: Broker = None,
     instance: Annotated[str | None, typer.Option(help="name in the run; default: service and process id")] = None,
     config: Annotated[Path | None, typer.Option(help="for the broker: the run's YAML file")] = None,
     run_folder: Annotated[Path | None, typer.Option(help="for the broker: default is the config's")] = None,
-    resume: Annotated[bool, typer.Option(help="for the learner: go on from the latest checkpoint")] = False,
     log_file: LogFile = None,
 ) -> None:
     """Run one service of a run. All but the broker need only the broker's address."""
@@ -142,7 +192,7 @@ def serve(
         address = broker or os.environ.get("STRETTO_BROKER")
         if address is None:
             raise ConfigError(f"serve {service} needs --broker (or STRETTO_BROKER): the broker's address")
-        work = _service(service)(address, name, **({"resume": resume} if service == "learner" else {}))
+        work = _service(service)(address, name)
     sys.exit(run_service(service, name, work, log_file))
 
 
@@ -219,8 +269,8 @@ def _find_service(name: str) -> Any:
 
 
 async def _status(run_folder: Path | None, broker: str | None) -> dict[str, Any]:
-    from protocol.channel import Client
     from protocol.messages import Status, StatusRequest
+    from stretto.contact import ask, running_broker
 
     if broker is None:
         if run_folder is None:
@@ -229,13 +279,7 @@ async def _status(run_folder: Path | None, broker: str | None) -> dict[str, Any]
         if final.is_file():
             found: dict[str, Any] = json.loads(final.read_text())
             return found
-        try:
-            broker = json.loads((run_folder / "broker.json").read_text())["address"]
-        except OSError:
-            raise ConfigError(f"{run_folder} is not the folder of a run: it has neither status nor broker") from None
-    client = Client(broker)
-    try:
-        answer, _ = await client.request(StatusRequest(), Status, deadline_s=5.0)
-    finally:
-        await client.close()
-    return answer.status
+        broker = running_broker(run_folder)
+        if broker is None:
+            raise ConfigError(f"{run_folder} has neither a status nor a broker that runs on this host")
+    return (await ask(broker, StatusRequest(), Status)).status

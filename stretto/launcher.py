@@ -29,14 +29,13 @@ DRAIN_S = 300.0
 ANSWER_S = 10.0
 FIRST_PAUSE_S = 1.0
 RESTARTS_IN_A_ROW = 5
-STEADY_S = 60.0
-"""A service that ran this long had a good start: its restarts count anew."""
 
 
 class LocalRun:
     """A run whose services are all children of this process.
 
     on_event is called with one sentence about each restart and failure. folder: the run folder. started: unix seconds.
+    ended: whether the run is over, or being ended.
     """
 
     def __init__(
@@ -44,22 +43,28 @@ class LocalRun:
         config: RunConfig,
         folder: Path,
         *,
-        resume: bool = False,
         on_event: Callable[[str], None] = lambda sentence: None,
         program: tuple[str, ...] = (sys.executable, "-m", "stretto"),
+        steady_s: float = 60.0,
     ) -> None:
-        """program: what runs a service when `serve SERVICE …` is appended (tests give another). Raises ConfigError."""
+        """A run goes on where the one in its folder was.
+
+        program: what runs a service when `serve SERVICE …` is appended (tests give another). steady_s: a service that
+        ran this long had a good start, and its restarts count anew. Raises ConfigError.
+        """
         self.folder = folder
         self.started = time.time()
         self._config = config
-        self._resume = resume
         self._on_event = on_event
         self._program = program
         self._cores = plan_cores(config.cores, instances(config), available_cores())
         self._children: dict[str, Child] = {}
         self._client: Client | None = None
         self._failure: StrettoError | None = None
-        self._ending = False
+        self._drain_reason: str | None = None
+        self._broker_keeper: asyncio.Task[None] | None = None
+        self._steady_s = steady_s
+        self.ended = False
         self._run_id: str | None = None
 
     async def start(self) -> None:
@@ -82,25 +87,26 @@ class LocalRun:
 
     async def wait(self) -> None:
         """Until the run has ended and no process of it is left. Raises RunStopped or ConfigError where it failed."""
-        broker = self._children["broker"]
         try:
             async with asyncio.TaskGroup() as tasks:
-                keepers = [tasks.create_task(self._keep(name), name=name) for name in instances(self._config)[1:]]
-                exit_code = await broker.wait()
-                killed, self._ending = self._ending, True
-                if exit_code < 0:  # without its goodbye the services would go on asking for it
+                keepers = {name: tasks.create_task(self._keep(name), name=name) for name in instances(self._config)}
+                self._broker_keeper = keepers.pop("broker")
+                await asyncio.wait([self._broker_keeper])
+                killed, self.ended = self.ended, True
+                broker = self._children["broker"]
+                if not broker.ended_the_run:  # without its goodbye the services would go on asking for it
                     for child in self._children.values():
                         child.terminate()
-                await asyncio.wait(keepers, timeout=STOP_S)
-                for keeper in keepers:
+                await asyncio.wait(keepers.values(), timeout=STOP_S)
+                for keeper in keepers.values():
                     keeper.cancel()
         finally:
             await self.kill()
         if self._failure is not None:
             raise self._failure
         if killed:
-            raise RunStopped("the run was killed; what it had saved before is in its checkpoints")
-        if exit_code != 0:
+            raise RunStopped("the run was killed; go on with it by --resume")
+        if not broker.succeeded:
             raise RunStopped(broker.last_words())
 
     async def drain(self, reason: str) -> None:
@@ -108,14 +114,15 @@ class LocalRun:
 
         Raises Unreachable where the broker does not answer.
         """
+        self._drain_reason = reason
         if self._client is None:
             await self.kill()
-        elif self._children["broker"].running:
+        elif self._children["broker"].running:  # or else once it has started again
             await self._client.request(Drain(reason=reason), Ok, deadline_s=ANSWER_S)
 
     async def kill(self) -> None:
         """End everything that still runs, at once. Safe to call at any time and again."""
-        self._ending = True
+        self.ended = True
         for child in self._children.values():
             child.kill()
         await asyncio.gather(*(child.wait() for child in self._children.values()))
@@ -140,7 +147,7 @@ class LocalRun:
         return {name: child.pid for name, child in self._children.items() if child.running}
 
     async def _spawn(self, instance: str) -> None:
-        if self._ending:
+        if self.ended:
             raise RunStopped("the run was ended before it had begun")
         service = instance.rpartition("-")[0] or instance
         logs = self.folder / "logs"
@@ -158,8 +165,7 @@ class LocalRun:
         if instance == "broker":
             return ["--config", str(self.folder / "config.yaml"), "--run-folder", str(self.folder)]
         assert self._client is not None
-        resume = ["--resume"] if instance == "learner" and self._resume else []
-        return ["--broker", self._client.address, "--instance", instance, *resume]
+        return ["--broker", self._client.address, "--instance", instance]
 
     async def _broker_address(self) -> str:
         """The address that the broker wrote once it listened."""
@@ -168,7 +174,7 @@ class LocalRun:
         end = time.monotonic() + BROKER_START_S
         while not file.exists():
             await asyncio.wait([ended], timeout=0.02)
-            if self._ending:
+            if self.ended:
                 raise RunStopped("the run was ended before it had begun")
             if ended.done():
                 raise (ConfigError if broker.hopeless else StrettoError)(broker.last_words())
@@ -187,39 +193,62 @@ class LocalRun:
             await child.wait()
             if await self._is_over():
                 return
-            failures = 1 if time.monotonic() - began > STEADY_S else failures + 1
+            failures = 1 if time.monotonic() - began > self._steady_s else failures + 1
             words = child.last_words()
-            # Until a run can be rewound, a learner that starts again does not find its place in it.
-            if child.hopeless or instance == "learner" or failures > RESTARTS_IN_A_ROW:
-                await self._give_up(ConfigError(words) if child.hopeless else RunStopped(words))
+            forgets = instance == "broker" and self._config.broker.journal == "off"
+            if child.hopeless or forgets or failures > RESTARTS_IN_A_ROW:
+                await self._give_up(instance, ConfigError(words) if child.hopeless else RunStopped(words))
                 return
             pause_s = FIRST_PAUSE_S * 2 ** (failures - 1)
             self._on_event(f"{words}; started again in {pause_s:g} s")
             await asyncio.sleep(pause_s)
-            if not await self._is_over():
-                await self._spawn(instance)
+            if await self._is_over():
+                return
+            await (self._respawn_broker() if instance == "broker" else self._spawn(instance))
+
+    async def _respawn_broker(self) -> None:
+        """Start the broker again, where the services look for it, and tell it what it may not know."""
+        assert self._client is not None
+        (self.folder / "broker.json").unlink(missing_ok=True)
+        await self._spawn("broker")
+        try:
+            address = await self._broker_address()
+            if address != self._client.address:
+                self._on_event(f"the broker listens at {address} now: another program took {self._client.address}")
+                self._children["broker"].kill()
+            elif self._drain_reason is not None:
+                await self.drain(self._drain_reason)
+        except StrettoError as error:
+            self._on_event(str(error))
 
     async def _is_over(self) -> bool:
         """Whether the run ends or has ended, so that a service may leave."""
-        if self._ending or not self._children["broker"].running:
+        broker = self._children["broker"]
+        if self.ended or broker.ended_the_run:
             return True
+        if not broker.running:
+            return False
         try:
             status = await self.status()
         except (Unreachable, ProtocolError):
-            return not self._children["broker"].running
+            return broker.ended_the_run
         return status["stop_reason"] is not None or status["state"] == "draining"
 
-    async def _give_up(self, failure: StrettoError) -> None:
+    async def _give_up(self, instance: str, failure: StrettoError) -> None:
         """A service cannot run: have the learner save what it has, and the run end with this failure."""
         self._failure = self._failure or failure
         self._on_event(str(failure))
-        broker = self._children["broker"]
+        if instance == "broker":
+            return
+        assert self._broker_keeper is not None
         try:
             await self.drain(str(failure))
-            async with asyncio.timeout(DRAIN_S):
-                await broker.wait()
-        except (StrettoError, TimeoutError):
-            broker.kill()
+            await asyncio.wait([self._broker_keeper], timeout=DRAIN_S)
+        except StrettoError:
+            pass
+        if not self._broker_keeper.done():
+            self.ended = True
+            self._children["broker"].kill()
 
 
 def instances(config: RunConfig) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from rich.console import Console
 
 from shared.config import RunConfig
 from shared.errors import ConfigError, DataError, ProtocolError, StrettoError, Unreachable
+from stretto.contact import running_broker
 from stretto.launcher import LocalRun
 from stretto.live import LiveView, PlainView
 from stretto.report import make_report, show_report
@@ -21,13 +20,13 @@ from stretto.report import make_report, show_report
 REFRESH_S = 1.0
 
 
-async def train_locally(config: RunConfig, folder: Path, *, resume: bool, plain: bool, console: Console) -> None:
+async def train_locally(config: RunConfig, folder: Path, *, plain: bool, console: Console) -> None:
     """Run to the end. The first Ctrl-C drains and saves, the second ends everything at once.
 
     Raises RunStopped or ConfigError, with the reason, where the run failed; what was saved until then stays.
     """
     view = PlainView(console) if plain else LiveView(console)
-    run = LocalRun(config, folder, resume=resume, on_event=view.event)
+    run = LocalRun(config, folder, on_event=view.event)
     with view:
         interrupts = _Interrupts(run, view)
         try:
@@ -57,13 +56,13 @@ def new_run_folder(config: RunConfig, asked: Path | None) -> Path:
 def resumed_run_folder(config: RunConfig, asked: Path | None) -> Path:
     """The folder of the run to go on with: the one asked for, or else the latest of NAME, NAME-2 and so on.
 
-    Raises DataError where it has no checkpoint, ConfigError where the run in it is still going on.
+    Raises DataError where there is none, ConfigError where the run in it is still going on.
     """
     holding = list(itertools.takewhile(_holds_run, _numbered(config)))
     folder = asked or (holding or [config.run_folder])[-1]
-    if not any((folder / "checkpoints").glob("checkpoint-*")):
-        raise DataError(f"{folder} has no checkpoint to resume from; leave --resume out to begin anew")
-    if _is_alive(folder):
+    if not (folder / "journal.sqlite").exists() and not any((folder / "checkpoints").glob("checkpoint-*")):
+        raise DataError(f"{folder} has no journal or checkpoint to go on from; leave --resume out to begin anew")
+    if running_broker(folder) is not None:
         raise ConfigError(f"the run in {folder} is still going on: stop it first, or begin another without --resume")
     return folder
 
@@ -79,21 +78,10 @@ def _holds_run(folder: Path) -> bool:
     return (folder / "config.yaml").exists()
 
 
-def _is_alive(folder: Path) -> bool:
-    """Whether the broker of a run folder still runs on this host."""
-    try:
-        os.kill(json.loads((folder / "broker.json").read_text())["pid"], 0)
-    except PermissionError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 async def _show(run: LocalRun, view: PlainView | LiveView) -> None:
     """Feed the view until the run has ended."""
     version = 0
-    while "broker" in run.pids:
+    while not run.ended:
         try:
             status = await run.status(wait_version=version + 1, wait_s=REFRESH_S)
         except (Unreachable, ProtocolError):

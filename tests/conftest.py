@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,3 +20,22 @@ from stretto.models import pull
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random two-layer Llama with a tokenizer of single bytes."""
     return pull("tiny", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def free_again() -> Callable[[str], Awaitable[None]]:
+    """Waits until an address that a socket of this process was bound to can be bound anew: ZeroMQ closes it later."""
+
+    async def wait(address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        async with asyncio.timeout(20):
+            while True:
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    try:
+                        probe.bind((host, int(port)))
+                        return
+                    except OSError:
+                        await asyncio.sleep(0.01)
+
+    return wait

@@ -15,7 +15,6 @@ class Snapshot:
     slot: int
     lineage: int
     version: int
-    path: str
     manifest: dict[str, Any]
 
 
@@ -33,7 +32,7 @@ class Reader:
 
 @dataclass(slots=True)
 class Ring:
-    """The slots of one snapshot file.
+    """The slots of one snapshot file, `path`, which is another one after the learner has started again.
 
     A slot may be written when no reader holds it and it is not the newest snapshot, on which the learner itself
     computes. Only the newest snapshot is ever offered: one that nobody took is simply replaced.
@@ -41,11 +40,26 @@ class Ring:
 
     slots: int
     deadline_s: float
+    path: str | None = None
     newest: Snapshot | None = None
     _readers: dict[str, Reader] = field(default_factory=dict)
     _evicted: set[str] = field(default_factory=set)
     _writing: int | None = None
     _blocked_since: float | None = None
+
+    def use(self, path: str, *, is_new: bool) -> None:
+        """The learner writes to this file from now on. is_new: nothing in it was ever offered.
+
+        Raises ProtocolError `unknown_lease` where something was, by a broadcaster before this one: who reads it is not
+        known here.
+        """
+        if path == self.path:
+            return
+        if not is_new:
+            raise ProtocolError("unknown_lease", "this broadcaster has started since: write to a new file")
+        self.path, self.newest, self._writing = path, None, None
+        for reader in self._readers.values():
+            reader.reading = reader.offered = None
 
     def acquire(self, now: float) -> int | None:
         """A slot for the learner to write, or None while all are read."""
@@ -80,14 +94,14 @@ class Ring:
             if any(slot is not None and slot != newest for slot in (reader.reading, reader.offered))
         ]
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """A snapshot is complete and the newest. Raises ProtocolError where its slot was not acquired."""
-        if snapshot.slot != self._writing:
+    def publish(self, path: str, snapshot: Snapshot) -> None:
+        """A snapshot is the newest. Raises ProtocolError `unknown_lease` where its slot was not acquired."""
+        if path != self.path or snapshot.slot != self._writing:
             raise ProtocolError("unknown_lease", f"slot {snapshot.slot} was not acquired")
         self.newest, self._writing = snapshot, None
 
-    def follow(self, instance: str, slot: int | None, lineage: int, version: int) -> Snapshot | None:
-        """A rollout reads `slot` and nothing else; returns the newest snapshot, held for it, if it is newer.
+    def follow(self, instance: str, path: str | None, slot: int | None, lineage: int, version: int) -> Snapshot | None:
+        """A rollout reads `slot` of a file and nothing else; returns the newest snapshot, held for it, if it is newer.
 
         A rollout that reads nothing yet has just started. Raises ProtocolError `unknown_lease` where it was too slow
         and its slot was taken away.
@@ -98,7 +112,7 @@ class Ring:
             raise ProtocolError(
                 "unknown_lease", f"{instance} kept slot {slot} for more than {self.deadline_s:g} s and lost it: restart"
             )
-        self._readers[instance] = Reader(reading=slot)
+        self._readers[instance] = Reader(reading=slot if path == self.path else None)
         return self.offer(instance, lineage, version)
 
     def offer(self, instance: str, lineage: int, version: int) -> Snapshot | None:
@@ -113,9 +127,3 @@ class Ring:
         """A rollout is gone."""
         self._readers.pop(instance, None)
         self._evicted.discard(instance)
-
-    def forget(self) -> None:
-        """The learner writes to another file now: nobody reads that one yet."""
-        self.newest = None
-        for reader in self._readers.values():
-            reader.reading = reader.offered = None

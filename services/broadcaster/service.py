@@ -12,7 +12,7 @@ from protocol.messages import AcquireSlot, Follow, Leave, Offer, Ok, Publish, Sl
 from services.broadcaster.ring import Ring, Snapshot
 from services.member import Member
 from shared.config import Weights
-from shared.errors import ProtocolError
+from shared.errors import ConfigError, ProtocolError
 from shared.log import log
 
 RECHECK_S = 1.0
@@ -32,12 +32,8 @@ class Broadcaster:
             case AcquireSlot() as request:
                 return await self._acquire(request)
             case Publish() as publish:
-                newest = self._ring.newest
-                if newest is not None and newest.path != publish.path:
-                    self._ring.forget()
-                self._ring.publish(
-                    Snapshot(publish.slot, publish.lineage, publish.version, publish.path, publish.manifest)
-                )
+                snapshot = Snapshot(publish.slot, publish.lineage, publish.version, publish.manifest)
+                self._ring.publish(publish.path, snapshot)
                 log.info("snapshot", lineage=publish.lineage, version=publish.version, slot=publish.slot)
                 await self._notify()
                 return Ok()
@@ -51,6 +47,7 @@ class Broadcaster:
 
     async def _acquire(self, request: AcquireSlot) -> Slot:
         slot: int | None = None
+        self._ring.use(request.path, is_new=request.is_new)
 
         def free() -> bool:
             nonlocal slot
@@ -65,7 +62,7 @@ class Broadcaster:
         return Slot(slot=slot, held_by=[] if slot is not None else self._ring.blockers())
 
     async def _follow(self, follow: Follow) -> Offer:
-        offer = self._ring.follow(follow.instance, follow.slot, follow.lineage, follow.version)
+        offer = self._ring.follow(follow.instance, follow.path, follow.slot, follow.lineage, follow.version)
 
         def newer() -> bool:
             nonlocal offer
@@ -78,7 +75,7 @@ class Broadcaster:
         if offer is None:
             return Offer(path=None, slot=None, lineage=follow.lineage, version=follow.version, manifest=None)
         return Offer(
-            path=offer.path, slot=offer.slot, lineage=offer.lineage, version=offer.version, manifest=offer.manifest
+            path=self._ring.path, slot=offer.slot, lineage=offer.lineage, version=offer.version, manifest=offer.manifest
         )
 
     async def _until(self, condition: Callable[[], bool], wait_ms: int) -> None:
@@ -100,10 +97,19 @@ async def serve(broker: str, instance: str) -> None:
     """Run the broadcaster until the run ends."""
     member = Member(broker, "broadcaster", instance)
     config = await member.join()
-    host = config.broker.bind.rpartition(":")[0]
     broadcaster = Broadcaster(config.weights)
-    server = Server(f"{host}:0", broadcaster.handle)
+    server = _listen(member.listened, f"{config.broker.bind.rpartition(':')[0]}:0", broadcaster)
     member.figures = broadcaster.figures
     await member.join(server.address)
     member.state = "SERVING"
     await member.run(server.run)
+
+
+def _listen(before: str | None, otherwise: str, broadcaster: Broadcaster) -> Server:
+    """Listen where the run's services look for a broadcaster that has started again, if it can be had."""
+    if before is not None:
+        try:
+            return Server(before, broadcaster.handle)
+        except ConfigError as error:
+            log.warning("cannot listen where it did before", error=str(error))
+    return Server(otherwise, broadcaster.handle)

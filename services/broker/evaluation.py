@@ -27,15 +27,33 @@ class Evaluations:
         self._prompts = prompts
         self._total_steps = total_steps
         self._rounds: dict[int, Round] = {}
+        self._overdue = False
         self.results: list[dict[str, Any]] = []
+
+    def restore(self, results: list[dict[str, Any]], *, unfinished: bool) -> None:
+        """Go on after a restart of the broker. unfinished: an evaluation was under way, and is due again."""
+        self.results = results
+        self._rounds = {result["version"]: Round(open=0) for result in results}
+        self._overdue = unfinished
+
+    def rewind(self, version: int) -> None:
+        """Forget the evaluations of later versions, and those that are not finished."""
+        self.results = [result for result in self.results if result["version"] <= version]
+        self.restore(self.results, unfinished=self.unfinished)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether an evaluation is under way or overdue."""
+        return self._overdue or any(round_.open for round_ in self._rounds.values())
 
     def due(self, version: int) -> list[Prompt]:
         """The prompts to evaluate at a version that has just been reached; told once, and empty when none is due."""
         first = not self._rounds
-        wanted = first or version % self._config.evaluation.every == 0 or version == self._total_steps
+        wanted = first or self._overdue or version % self._config.evaluation.every == 0 or version == self._total_steps
         if not self._prompts or not wanted or version in self._rounds:
             return []
         self._rounds[version] = Round(open=len(self._prompts))
+        self._overdue = False
         return self._prompts
 
     def add(self, group: TrajectoryGroup, scheduled: int) -> dict[str, Any] | None:

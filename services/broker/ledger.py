@@ -2,7 +2,7 @@
 
 No sockets, files or clock: time (`now`, seconds) comes in as an argument, and what happened goes out as outcomes. The
 server calls it; every change of state passes through `admit`, `lease`, `complete`, `fail`, `release`, `expire`,
-`commit` and `resume`.
+`commit`, `restore` and `rewind`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.broker.columns import check_columns
 from services.broker.gate import Policy
@@ -24,8 +25,12 @@ MAX_ERROR_CHARACTERS = 2000
 
 @dataclass(slots=True)
 class Work:
-    """One group at one stage. lease_id is None while nobody works on it."""
+    """One group at one stage. lease_id is None while nobody works on it.
 
+    restored: the broker was restarted meanwhile; somebody may still work on it with a lease from before.
+    """
+
+    restored: bool = False
     attempt: int = 1
     lease_id: str | None = None
     holder: str = ""
@@ -38,11 +43,13 @@ class Entry:
     """A group in the ledger, and its work at the stages that are ready and not done.
 
     number: order of admission; admitted_at: version at that time, which is the one an evaluation group is for.
+    turn: version and place in its batch, where an update had consumed it before the run was rewound.
     """
 
     group: TrajectoryGroup
     number: int
     admitted_at: int
+    turn: tuple[int, int] | None = None
     work: dict[str, Work] = field(default_factory=dict)
 
 
@@ -56,7 +63,10 @@ class Grant:
 
 
 class Ledger:
-    """All groups of a run. version: updates that were committed; lineage: how often the run was rewound."""
+    """All groups of a run.
+
+    version: updates that were committed; lineage: how often the learner began anew; life: how often the broker did.
+    """
 
     def __init__(self, stages: Iterable[Stage], policy: Policy) -> None:
         """stages: in an order in which they can run, the learner's last."""
@@ -65,6 +75,8 @@ class Ledger:
         self.policy = policy
         self.version = 0
         self.lineage = 0
+        self.life = 0
+        self._last_batch: list[str] = []
         self._entries: dict[str, Entry] = {}
         self._queues: dict[str, dict[str, Entry]] = {name: {} for name in self._stages}
         self._leases: dict[str, tuple[str, str]] = {}
@@ -75,11 +87,21 @@ class Ledger:
 
     # Admission
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was ever admitted."""
+        return self._next_number == 0
+
+    def lane(self, group_id: str) -> Lane | None:
+        """The lane of a group in flight; None for any other."""
+        entry = self._entries.get(group_id)
+        return None if entry is None else entry.group.lane
+
     def room(self) -> int:
         """How many training groups the gate admits now."""
         return self.policy.room(self.version, self._in_flight("train"), len(self._entries))
 
-    def admit(self, lane: Lane, prompt: Prompt) -> TrajectoryGroup:
+    def admit(self, lane: Lane, prompt: Prompt) -> Entry:
         """A new group for a prompt. The caller has made sure that there is `room` for a training group."""
         number = self._next_number
         self._next_number += 1
@@ -90,7 +112,7 @@ class Ledger:
         self._entries[group.group_id] = entry = Entry(group, number, self.version)
         self._counts[lane]["admitted"] += 1
         self._open_stages(entry)
-        return group
+        return entry
 
     # Leases
 
@@ -141,10 +163,12 @@ class Ledger:
         return (0 if evaluation and late else 2 if evaluation else 1, entry.number)
 
     def _batch(self, min_groups: int, max_groups: int) -> list[Entry]:
-        """Groups for the next update, oldest policy versions first."""
-        ready = sorted(
-            self._queues[self._last.name].values(), key=lambda entry: (entry.group.oldest_version(), entry.number)
-        )
+        """Groups for the next update: those that it had before a rewind, or else oldest policy versions first."""
+        queue = self._queues[self._last.name].values()
+        again = [entry for entry in queue if entry.turn is not None and entry.turn[0] == self.version + 1]
+        if again:
+            return sorted(again, key=lambda entry: entry.turn or (0, 0))
+        ready = sorted(queue, key=lambda entry: (entry.group.oldest_version(), entry.number))
         chosen = ready[:max_groups]
         if len(ready) < min_groups or (self.policy.on_stale == "wait" and not self._leaves_in_time(chosen)):
             return []
@@ -159,7 +183,7 @@ class Ledger:
     def _grant(self, entry: Entry, stage: str, holder: str, now: float) -> Grant:
         work = entry.work[stage]
         del self._queues[stage][entry.group.group_id]
-        work.lease_id = f"{entry.group.group_id}/{stage}/{self.lineage}.{work.attempt}"
+        work.lease_id = f"{entry.group.group_id}/{stage}/{self.life}.{work.attempt}"
         work.holder, work.deadline = holder, now + self.policy.lease_s
         self._leases[work.lease_id] = (entry.group.group_id, stage)
         return Grant(work.lease_id, work.attempt, entry)
@@ -269,9 +293,12 @@ class Ledger:
     def commit(self, version: int, group_ids: list[str]) -> tuple[list[TrajectoryGroup], list[Outcome]]:
         """The update that made `version` consumed these groups: all of them or, on an error, none. Returns them.
 
-        Raises ProtocolError `unknown_lease` where the version is not the next, or a group was not leased to the learner
-        (a lease that is over counts too: nobody else has trained the group).
+        Returns nothing where this very commit was done before, and its answer got lost with the broker. Raises
+        ProtocolError `unknown_lease` where the version is not the next, or a group was not leased to the learner (a
+        lease that is over counts too: nobody else has trained the group).
         """
+        if version == self.version and group_ids == self._last_batch:
+            return [], []
         if version != self.version + 1:
             raise ProtocolError("unknown_lease", f"commit of version {version} after version {self.version}")
         if len(set(group_ids)) != len(group_ids):
@@ -285,27 +312,65 @@ class Ledger:
             del self._entries[entry.group.group_id]
         self._counts["train"]["consumed"] += len(entries)
         self._replaced_since_commit = 0
-        self.version = version
+        self.version, self._last_batch = version, list(group_ids)
         return [entry.group for entry in entries], self._drop_stale()
 
-    def resume(self, version: int) -> int:
-        """Go on from a checkpoint of `version`; returns the new lineage. Raises ProtocolError once groups exist."""
-        if self._next_number or not 0 <= version <= self.policy.total_steps:
-            raise ProtocolError("bad_header", f"the run cannot go on at version {version}: it has begun, or is shorter")
-        self.version = version
+    # Beginning anew
+
+    def state(self) -> dict[str, Any]:
+        """Plain values that `restore` needs beside the groups."""
+        return {
+            "version": self.version,
+            "lineage": self.lineage,
+            "life": self.life,
+            "next_number": self._next_number,
+            "deaths_in_row": dict(self._deaths_in_row),
+            "replaced_since_commit": self._replaced_since_commit,
+            "counts": {lane: dict(counts) for lane, counts in self._counts.items()},
+        }
+
+    def restore(self, state: dict[str, Any], entries: Iterable[Entry], last_batch: list[str]) -> None:
+        """Go on after a restart of the broker, with the training groups in flight; all leases are void.
+
+        Evaluation groups are not kept. last_batch: ids of the groups that made the version.
+        """
+        self.version, self.lineage, self.life = state["version"], state["lineage"], state["life"] + 1
+        self._next_number = state["next_number"]
+        self._deaths_in_row = Counter(state["deaths_in_row"])
+        self._replaced_since_commit = state["replaced_since_commit"]
+        self._counts = {lane: Counter(state["counts"][lane]) for lane in self._counts}
+        evaluations = self._counts["eval"]
+        evaluations["admitted"] = evaluations.total() - evaluations["admitted"]
+        self._last_batch = last_batch
+        for entry in entries:
+            self._entries[entry.group.group_id] = entry
+            self._open_stages(entry, restored=True)
+
+    def rewind(self, version: int, consumed: Iterable[Entry]) -> int:
+        """The learner goes on from a checkpoint of `version`; returns the new lineage.
+
+        consumed: all groups that later versions consumed. They make the same updates again, in the same order.
+        """
+        for entry in [entry for entry in self._entries.values() if entry.group.lane == "eval"]:
+            self._remove(entry, "dropped: rewound")
+        for entry in consumed:
+            self._entries[entry.group.group_id] = entry
+            self._counts["train"]["consumed"] -= 1
+            self._open_stages(entry)
+        self.version, self._last_batch, self._replaced_since_commit = version, [], 0
         self.lineage += 1
         return self.lineage
 
     # Bookkeeping
 
-    def _open_stages(self, entry: Entry) -> None:
+    def _open_stages(self, entry: Entry, *, restored: bool = False) -> None:
         """Queue a group for each stage that it has become ready for."""
         have = entry.group.columns.keys()
         stages = self._middle if entry.group.lane == "eval" else [*self._middle, self._last]
         for stage in stages:
             done = bool(stage.provides) and stage.provides <= have
             if stage.name not in entry.work and not done and stage.needs <= have:
-                entry.work[stage.name] = Work()
+                entry.work[stage.name] = Work(restored)
                 self._queues[stage.name][entry.group.group_id] = entry
 
     def _leased(self, group_id: str, lease_id: str) -> tuple[Entry, str, Work]:
@@ -314,19 +379,25 @@ class Ledger:
         match lease_id.split("/"):
             case [group, stage, attempt] if entry is not None and group == group_id and stage in entry.work:
                 work = entry.work[stage]
-                if attempt in self._attempts(work):
+                if attempt in self._attempts(work) or (work.restored and self._is_of_an_earlier_life(attempt)):
                     return entry, stage, work
         raise ProtocolError("unknown_lease", f"the lease {lease_id[:64]!r} is over and its work is done")
 
     def _attempts(self, work: Work) -> set[str]:
         """The attempts at a piece of work that were leased so far, as lease ids name them."""
         given = work.attempt + 1 if work.lease_id is not None else work.attempt
-        return {f"{self.lineage}.{attempt}" for attempt in range(1, given)}
+        return {f"{self.life}.{attempt}" for attempt in range(1, given)}
+
+    def _is_of_an_earlier_life(self, attempt: str) -> bool:
+        life = attempt[:20].partition(".")[0]
+        return life.isdecimal() and int(life) < self.life
 
     def _was_leased(self, group_id: str, stage: str) -> bool:
         """Whether a group is open at a stage, and somebody works or has worked on it there."""
         entry = self._entries.get(group_id)
-        return entry is not None and stage in entry.work and bool(self._attempts(entry.work[stage]))
+        if entry is None or stage not in entry.work:
+            return False
+        return entry.work[stage].restored or bool(self._attempts(entry.work[stage]))
 
     def _close(self, entry: Entry, stage: str, work: Work) -> None:
         """The group's work at a stage is over."""

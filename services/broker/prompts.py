@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 from services.broker.dataset import Dataset
+from shared.errors import DataError
 from shared.group import Prompt
 
 
@@ -36,6 +38,27 @@ class PromptSource:
         """Have a prompt drawn again, before any other."""
         self._returned.append(prompt)
 
+    def state(self) -> dict[str, Any]:
+        """Plain values for `restore`."""
+        return {
+            "position": self.position,
+            "returned": [[prompt.row, prompt.epoch] for prompt in self._returned],
+            "data": self._data(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where another source of the same data was. Raises DataError where it was of other data."""
+        if state["data"] != self._data():
+            raise DataError(
+                f"the journal belongs to other data: {state['data']} there, {self._data()} in this config; begin a new "
+                "run for other data, another seed or another order"
+            )
+        self.position = state["position"]
+        self._returned = deque(self.prompt(row, epoch) for row, epoch in state["returned"])
+
+    def _data(self) -> dict[str, Any]:
+        return {"rows": len(self._dataset), "seed": self._seed, "shuffle": self._shuffle}
+
     def at(self, position: int) -> Prompt:
         """The prompt at a position of the endless sequence of epochs."""
         epoch, place = divmod(position, len(self._dataset))
@@ -44,7 +67,10 @@ class PromptSource:
             if self._shuffle:
                 random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
             self._order_epoch = epoch
-        row = self._order[place]
+        return self.prompt(self._order[place], epoch)
+
+    def prompt(self, row: int, epoch: int) -> Prompt:
+        """A row of the dataset as the prompt of an epoch."""
         return Prompt(row, epoch, self._dataset.content(row), self._dataset.fields(row))
 
 

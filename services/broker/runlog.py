@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from shared.group import FinishReason, RewardStatus, TrajectoryGroup
 
+MAX_LINE_BYTES = 1 << 26
 FILES = ("metrics", "samples", "spans", "evaluations", "dead_letters")
 
 
@@ -17,19 +18,34 @@ class RunLog:
     """The files of a run folder.
 
     metrics.jsonl has a line a version, samples.jsonl one a group that was consumed, replaced or evaluated, spans.jsonl
-    one a span of a service's time; evaluations.jsonl, dead_letters.jsonl and status.json say it by their names.
+    one a span of a service's time; evaluations.jsonl, dead_letters.jsonl and status.json say it by their names. What a
+    run did again after it was rewound stands there twice, and the later line counts.
+
+    failure: why nothing more can be written, once that is so.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._files: dict[str, TextIO] = {
-            name: (folder / f"{name}.jsonl").open("a", encoding="utf-8", buffering=1) for name in FILES
-        }
+        self._files: dict[str, TextIO] = {name: _open(folder / f"{name}.jsonl") for name in FILES}
+        self.failure: str | None = None
 
     def write(self, file: str, record: dict[str, Any]) -> None:
         """Append a line to `<file>.jsonl`."""
-        self._files[file].write(json.dumps(_finite(record)) + "\n")
+        if self.failure is None:
+            try:
+                self._files[file].write(json.dumps(_finite(record)) + "\n")
+            except OSError as error:
+                self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self.failure = f"the files of {self._folder} cannot be written ({error.strerror}): make room, then --resume"
+
+    def metrics_until(self, version: int) -> list[dict[str, Any]]:
+        """What was written of the versions up to this one, in their order."""
+        with (self._folder / "metrics.jsonl").open(encoding="utf-8") as lines:
+            records = {record["version"]: record for record in map(json.loads, lines)}
+        return [records[number] for number in sorted(records) if number <= version]
 
     def group(self, group: TrajectoryGroup, version: int | None) -> None:
         """Append a group that was consumed by `version` or evaluated for it; None: another took its place."""
@@ -58,13 +74,30 @@ class RunLog:
     def status(self, status: dict[str, Any]) -> None:
         """Replace status.json."""
         aside = self._folder / ".status.json.partial"
-        aside.write_text(json.dumps(_finite(status), indent=1))
-        os.replace(aside, self._folder / "status.json")
+        try:
+            aside.write_text(json.dumps(_finite(status), indent=1))
+            os.replace(aside, self._folder / "status.json")
+        except OSError as error:
+            self._fail(error)
 
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
-            file.close()
+            try:
+                file.close()
+            except OSError as error:  # what a full disk had no room for
+                self._fail(error)
+
+
+def _open(path: Path) -> TextIO:
+    """A file to append lines to; a last line that was cut off in the middle is removed."""
+    with path.open("ab+") as file:
+        end = file.tell()
+        file.seek(max(0, end - MAX_LINE_BYTES))
+        tail = file.read()
+        if tail and not tail.endswith(b"\n"):
+            file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8", buffering=1)
 
 
 def _finite(value: Any) -> Any:

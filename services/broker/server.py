@@ -1,11 +1,10 @@
-"""The broker's server: carries requests to the ledger, and its events to the run folder; keeps deadlines."""
+"""The broker's server: carries requests to the run, keeps its members and their deadlines."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from protocol.messages import (
     Checkpointed,
     Commit,
     Complete,
+    DeadLetters,
+    DeadLettersRequest,
     Drain,
     Event,
     Fail,
@@ -31,85 +32,55 @@ from protocol.messages import (
     Located,
     Ok,
     Pulse,
+    Requeue,
+    Requeued,
     Resume,
     Resumed,
     Status,
     StatusRequest,
     Welcome,
 )
-from services.broker import outcomes
-from services.broker.dataset import read_dataset
-from services.broker.evaluation import Evaluations
-from services.broker.gate import Policy
-from services.broker.ledger import Grant, Ledger
-from services.broker.pace import Pace
-from services.broker.prompts import PromptSource, first_prompts, total_steps
+from services.broker.ledger import Grant
 from services.broker.roster import Roster
-from services.broker.runlog import RunLog
-from shared.algorithms import load_algorithm
+from services.broker.run import Run
 from shared.config import RunConfig
-from shared.errors import DataError, ProtocolError, RunStopped, StrettoError
-from shared.graph import check_graph
-from shared.group import Lane, TrajectoryGroup, mean_reward
+from shared.errors import ConfigError, ProtocolError, RunStopped, StrettoError
 from shared.log import log
 
 GOODBYE_S = 10.0
 """How long the broker stays after the end of a run, for services and viewers to see it."""
-SHOWN_DEAD_LETTERS = 20
-"""How many the status shows, so that it stays within a message; the run folder has them all."""
 MAX_WAIT_MS = 600_000
+LASTING = (Hello, LeaseRequest, Complete, Fail, Commit, Checkpointed, Resume, Requeue)
+"""Requests that are answered once what they changed is in the journal."""
 
 
 class Broker:
-    """One run. state: `running`, `draining`, `finished`, `stopped` (on request) or `failed`."""
+    """One run and its members."""
 
-    def __init__(self, config: RunConfig, run_folder: Path) -> None:
-        """Reads the data and binds the address. Raises ConfigError or DataError where that cannot work."""
-        algorithm = load_algorithm(config.algorithm)
-        algorithm.check(config)
-        stages = check_graph(algorithm.stages(config))
-        train = read_dataset(config.data.train, split=config.data.split, prompt_field=config.data.prompt_field)
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        """Reads the data and the journal, and binds the address. Raises ConfigError or DataError where that fails."""
+        self.run_state = Run(config, folder, self._publish)
         self.config = config
-        self.run_folder = run_folder.resolve()
-        self.total_steps = total_steps(len(train), config.prompts_per_step, config.steps, config.epochs)
-        if self.total_steps == 0:
-            raise DataError(
-                f"{config.data.train} has {len(train)} rows; in {config.epochs} epochs that is not one step of "
-                f"{config.prompts_per_step} prompts"
-            )
-        self._source = PromptSource(train, seed=config.seed, shuffle=config.data.shuffle)
-        self._evaluations = Evaluations(config, self._heldout(), self.total_steps)
-        self._ledger = Ledger(stages, Policy.of(config, self.total_steps))
-        self._stages = {stage.name: stage for stage in stages}
-        self._samples: dict[Lane, int] = {"train": config.samples_per_prompt, "eval": 1}
         self._roster = Roster(config.broker.heartbeat_s)
-        self._runlog = RunLog(self.run_folder)
+        self._clock = Clock(largest_step_s=config.broker.heartbeat_s)
         self._epoch = os.urandom(8).hex()
-        self.run_id = f"{config.name}-{self._epoch}"
         self._changed = asyncio.Condition()
-        self._server = Server(config.broker.bind, self.handle)
+        self._server = self._bind()
         host = config.broker.bind.rpartition(":")[0]
         self._events = EventPublisher(f"{host}:0")
-        self.state = "running"
-        self.stop_reason: str | None = None
-        self._started = time.time()
-        self._progress_at = time.monotonic()
-        self._saved_version = 0
-        self._outcome = ("stopped", "")
-        self._metrics: dict[str, float] = {}
-        self._history: deque[dict[str, Any]] = deque(maxlen=200)
-        self._staleness = 0
-        self._pace = Pace()
-        self._replaced: list[TrajectoryGroup] = []
-        self._dead_letters: deque[dict[str, Any]] = deque(maxlen=SHOWN_DEAD_LETTERS)
-        self._warnings: deque[str] = deque(maxlen=20)
+        self._progress_at = self._clock.now()
 
-    def _heldout(self) -> list[Any]:
-        data = self.config.data
-        if data.heldout is None:
-            return []
-        heldout = read_dataset(data.heldout, split=data.heldout_split, prompt_field=data.prompt_field)
-        return first_prompts(heldout, self.config.evaluation.prompts)
+    def _bind(self) -> Server:
+        """Listen where the run's services last found a broker, or else where the config says."""
+        contacts = self.run_state.contacts
+        try:
+            server = Server(contacts.get("broker", self.config.broker.bind), self.handle)
+        except ConfigError:
+            if "broker" not in contacts:
+                raise
+            server = Server(self.config.broker.bind, self.handle)
+        contacts["broker"] = server.address
+        return server
 
     @property
     def address(self) -> str:
@@ -118,16 +89,17 @@ class Broker:
 
     async def run(self) -> None:
         """Serve until the run has ended. Raises RunStopped where it failed."""
+        run = self.run_state
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(self._server.run(), name="requests")
             await self._watch()
             await self._say_goodbye()
             serving.cancel()
-        self._runlog.status(self.status())
-        self._runlog.close()
+        run.log.status(self.status())
         self._events.close()
-        if self.state == "failed":
-            raise RunStopped(str(self.stop_reason))
+        run.close()
+        if run.state == "failed":
+            raise RunStopped(str(run.stop_reason))
 
     async def _say_goodbye(self) -> None:
         """Wait until all services have seen that the run is over, or are taken for gone."""
@@ -140,19 +112,34 @@ class Broker:
     # Requests
 
     async def handle(self, message: Message) -> Reply:
-        """The answer to a request."""
+        """The answer to a request. There is none any more once the journal cannot be written."""
+        reply = await self._carry_out(message)
+        if isinstance(message.body, LASTING):
+            try:
+                await self.run_state.journal.flush()
+            except StrettoError as error:
+                self.run_state.stop("failed", str(error))
+                await self._notify()
+                await asyncio.Event().wait()
+        return reply
+
+    async def _carry_out(self, message: Message) -> Reply:
+        run = self.run_state
         match message.body:
             case Heartbeat() as beat:
                 return await self._beat(beat)
             case LeaseRequest() as request:
                 return await self._lease(request)
             case Complete() as done:
-                return await self._complete(done, message)
+                # The frames belong to ZeroMQ's buffers, of which small ones share memory: own copies let go of them.
+                columns = {name: array.copy() for name, array in message.columns.items()}
+                run.complete(done.group_id, done.lease_id, columns)
+                self._progress_at = self._clock.now()
             case Fail() as failure:
-                failed = self._ledger.fail(failure.group_id, failure.lease_id, failure.error, retry=failure.retry)
-                return await self._apply(failed)
+                run.take(run.ledger.fail(failure.group_id, failure.lease_id, failure.error, retry=failure.retry))
             case Commit() as commit:
-                return await self._commit(commit)
+                run.commit(commit)
+                self._progress_at = self._clock.now()
             case Hello() as hello:
                 return await self._hello(hello)
             case Locate() as locate:
@@ -160,60 +147,71 @@ class Broker:
             case StatusRequest() as request:
                 return await self._status(request)
             case Checkpointed() as saved:
-                self._saved_version = saved.version
-                log.info("checkpoint", version=saved.version, location=saved.location)
-                return await self._apply([])
+                run.checkpointed(saved)
             case Resume() as resume:
-                lineage = self._ledger.resume(resume.version)
-                self._saved_version = resume.version
-                self._source.position = resume.version * self.config.prompts_per_step
-                log.info("resumed", version=resume.version, location=resume.location)
-                return Resumed(lineage=lineage)
+                return Resumed(lineage=await run.resume(resume.version))
             case Drain() as drain:
-                self._begin_end("stopped", drain.reason)
-                return await self._apply([])
+                run.drain("stopped", drain.reason)
+            case DeadLettersRequest():
+                return DeadLetters(letters=run.dead_letters())
+            case Requeue() as requeue:
+                return Requeued(count=run.requeue(requeue.group_ids))
             case Leave() as leave:
-                return await self._leave(leave)
-        raise ProtocolError("unknown_type", f"the broker does not answer {message.body.type}")
+                self._leave(leave)
+            case _:
+                raise ProtocolError("unknown_type", f"the broker does not answer {message.body.type}")
+        return await self._done()
+
+    async def _done(self) -> Ok:
+        self.run_state.end_if_done(learner_is_there=bool(self._roster.of("learner")))
+        await self._notify()
+        return Ok()
 
     async def _hello(self, hello: Hello) -> Welcome:
+        run = self.run_state
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError("bad_version", f"{hello.instance} speaks {hello.protocol}, not {PROTOCOL_VERSION}")
         if hello.instance in self._roster:  # restarted faster than it was missed
-            await self._apply(self._ledger.release(hello.instance, "started again"))
-        self._roster.join(hello, time.monotonic())
+            run.take(run.ledger.release(hello.instance, "started again"))
+        self._roster.join(hello, self._clock.now())
+        listened = run.contacts.get(hello.instance)
+        if hello.address is not None:
+            run.contacts[hello.instance] = hello.address
+            run.journal.note()
         log.info("hello", instance=hello.instance, host=hello.host, pid=hello.pid)
-        await self._notify()
+        await self._done()
         return Welcome(
-            run_id=self.run_id,
-            run_folder=str(self.run_folder),
+            run_id=run.run_id,
+            run_folder=str(run.folder),
             config=self.config.model_dump(mode="json"),
-            lineage=self._ledger.lineage,
-            version=self._ledger.version,
-            total_steps=self.total_steps,
+            lineage=run.ledger.lineage,
+            version=run.ledger.version,
+            total_steps=run.total_steps,
             heartbeat_s=self.config.broker.heartbeat_s,
             broker_epoch=self._epoch,
             events_address=self._events.address,
+            listened=listened,
         )
 
     async def _beat(self, beat: Heartbeat) -> Pulse:
-        now = time.monotonic()
-        self._require_member(beat.instance)
+        now, run = self._clock.now(), self.run_state
+        if beat.instance not in self._roster:
+            raise ProtocolError("not_member", f"{beat.instance[:64]!r} is not a member: say hello")
         try:
             self._roster.beat(beat.instance, beat.state, beat.version, beat.stats, now)
             for start, end, bucket in beat.stats.get("spans", []):
                 span = {"instance": beat.instance, "start": float(start), "end": float(end), "bucket": str(bucket)}
-                self._runlog.write("spans", span)
+                run.log.write("spans", span)
         except (TypeError, ValueError, AttributeError) as error:
             raise ProtocolError("bad_header", f"stats of {beat.instance}: {error}") from None
-        self._ledger.extend(beat.instance, now)
+        run.ledger.extend(beat.instance, now)
         await self._notify()
         return Pulse(
-            lineage=self._ledger.lineage,
-            version=self._ledger.version,
+            lineage=run.ledger.lineage,
+            version=run.ledger.version,
             broker_epoch=self._epoch,
-            draining=self.state == "draining",
-            stop_reason=self.stop_reason,
+            draining=run.state == "draining",
+            stop_reason=run.stop_reason,
         )
 
     async def _locate(self, locate: Locate) -> Located:
@@ -221,10 +219,10 @@ class Broker:
         return Located(address=self._roster.address(locate.service))
 
     async def _lease(self, request: LeaseRequest) -> Reply:
-        if request.stage not in self._stages:
-            raise ProtocolError(
-                "bad_header", f"there is no stage {request.stage!r}; there are {', '.join(self._stages)}"
-            )
+        run = self.run_state
+        stage = run.stages.get(request.stage)
+        if stage is None:
+            raise ProtocolError("bad_header", f"there is no stage {request.stage!r}; there are {', '.join(run.stages)}")
         grants: list[Grant] = []
         session = self._roster.session(request.instance)
 
@@ -232,14 +230,14 @@ class Broker:
             # Who said hello again meanwhile asks anew: what this request were given might go to a process that died.
             if self._roster.session(request.instance) is not session:
                 return True
-            if self.state != "running" and not self._stages[request.stage].provides:
+            if run.state != "running" and not stage.provides:
                 raise ProtocolError("draining", "the run ends: save and leave")
-            if session is not None and self.stop_reason is None:
-                grants.extend(self._try_lease(request))
+            if session is not None and run.stop_reason is None:
+                version, rollouts = self._roster.version(request.instance), len(self._roster.of("rollout"))
+                grants.extend(run.lease(request, version=version, rollouts=rollouts, now=self._clock.now()))
             return bool(grants)
 
         await self._until(answered, request.wait_ms)
-        needs = self._stages[request.stage].needs
         leases = [
             Lease(
                 lease_id=grant.lease_id,
@@ -248,175 +246,47 @@ class Broker:
                 lease_s=self.config.broker.lease_s,
                 lane=grant.entry.group.lane,
                 min_version=grant.entry.group.min_version,
-                prompt=grant.entry.group.prompt.to_wire() if self._stages[request.stage].provides else None,
+                prompt=grant.entry.group.prompt.to_wire() if stage.provides else None,
             )
             for grant in grants
         ]
-        columns = [{name: grant.entry.group.columns[name] for name in needs} for grant in grants]
+        columns = [{name: grant.entry.group.columns[name] for name in stage.needs} for grant in grants]
         return Leased(leases=leases), join_groups(columns)
 
-    def _try_lease(self, request: LeaseRequest) -> list[Grant]:
-        max_groups = request.max_groups
-        if not self._stages[request.stage].needs:
-            max_groups = min(max_groups, self._admit(request))
-        return self._ledger.lease(
-            request.stage,
-            request.instance,
-            time.monotonic(),
-            max_groups=max(1, max_groups),
-            min_groups=request.min_groups,
-            version=self._roster.version(request.instance),
-            max_samples=request.max_samples,
-            samples=self._samples,
-        )
-
-    def _admit(self, request: LeaseRequest) -> int:
-        """Admit what a rollout asks for as far as the gate allows; returns its share of what there is to generate."""
-        self._admit_evaluation()
-        wanted = request.max_groups
-        if request.max_samples is not None:
-            wanted = min(wanted, request.max_samples // self._samples["train"])
-        room = self._ledger.room() if self.state == "running" else 0
-        waiting = self._ledger.waiting(request.stage)
-        rollouts = max(1, len(self._roster.of("rollout")))
-        share = -(-(waiting["train"] + room) // rollouts)
-        for _ in range(min(room, min(wanted, share) - waiting["train"])):
-            self._ledger.admit("train", self._source.draw())
-        return share + waiting["eval"]
-
-    def _admit_evaluation(self) -> None:
-        for prompt in self._evaluations.due(self._ledger.version):
-            self._ledger.admit("eval", prompt)
-
-    async def _complete(self, done: Complete, message: Message) -> Ok:
-        # The frames belong to ZeroMQ's buffers, of which small ones share memory: own copies let go of them.
-        columns = {name: array.copy() for name, array in message.columns.items()}
-        happened = self._ledger.complete(done.group_id, done.lease_id, columns)
-        self._pace.generated(len(columns.get("tokens", ())))
-        self._progress_at = time.monotonic()
-        return await self._apply(happened)
-
-    async def _commit(self, commit: Commit) -> Ok:
-        if commit.lineage != self._ledger.lineage:
-            raise ProtocolError("unknown_lease", f"lineage {commit.lineage}; the run is at {self._ledger.lineage}")
-        groups, happened = self._ledger.commit(commit.version, commit.group_ids)
-        if any(self._ledger.balance().values()):
-            raise StrettoError(f"the accounts of version {commit.version} do not balance: {self._ledger.accounts()}")
-        now = time.time()
-        self._pace.committed(now, sum(group.n_samples for group in groups))
-        self._staleness = max((commit.version - 1 - group.oldest_version() for group in groups), default=0)
-        self._metrics = dict(commit.metrics) | {
-            "reward/generated": mean_reward([*groups, *self._replaced]),
-            "replaced/groups": float(len(self._replaced)),
-        }
-        self._replaced.clear()
-        record = self._metrics | {"version": commit.version, "lineage": commit.lineage, "time": now}
-        self._history.append(record)
-        self._runlog.write("metrics", record)
-        for group in groups:
-            self._runlog.group(group, commit.version)
-        self._progress_at = time.monotonic()
-        self._admit_evaluation()
-        self._publish("version")
-        return await self._apply(happened)
-
     async def _status(self, request: StatusRequest) -> Status:
+        run = self.run_state
         if request.wait_version is not None:
             version = request.wait_version
-            await self._until(lambda: self._ledger.version >= version or self.stop_reason is not None, request.wait_ms)
+            await self._until(lambda: run.ledger.version >= version or run.stop_reason is not None, request.wait_ms)
         return Status(status=self.status())
 
-    async def _leave(self, leave: Leave) -> Ok:
+    def _leave(self, leave: Leave) -> None:
+        run = self.run_state
         self._roster.leave(leave.instance)
         log.info("left", instance=leave.instance, error=leave.error)
         if leave.error is not None:
-            self._warnings.append(f"{leave.instance} left: {leave.error}")
-        return await self._apply(self._ledger.release(leave.instance, leave.error or "left"))
+            run.warnings.append(f"{leave.instance} left: {leave.error}")
+        run.take(run.ledger.release(leave.instance, leave.error or "left"))
 
-    def _require_member(self, instance: str) -> None:
-        if instance not in self._roster:
-            raise ProtocolError("not_member", f"{instance[:64]!r} is not a member: say hello")
-
-    # What follows
-
-    async def _apply(self, happened: list[outcomes.Outcome]) -> Ok:
-        self._take(happened)
-        self._end_if_done()
-        await self._notify()
-        return Ok()
-
-    def _take(self, happened: list[outcomes.Outcome]) -> None:
-        """Write down what happened in the ledger, and do what follows from it."""
-        for outcome in happened:
-            match outcome:
-                case outcomes.Evaluated(group, scheduled):
-                    self._runlog.group(group, scheduled)
-                    self._take_result(self._evaluations.add(group, scheduled))
-                case outcomes.Dropped(group, reason):
-                    self._source.give_back(group.prompt)
-                    log.info("dropped", group=group.group_id, reason=reason)
-                case outcomes.Replaced(group):
-                    self._replaced.append(group)
-                    self._runlog.group(group, None)
-                case outcomes.Dead(group, stage, errors):
-                    letter = {
-                        "group_id": group.group_id,
-                        "stage": stage,
-                        "row": group.prompt.row,
-                        "errors": list(errors),
-                    }
-                    self._dead_letters.append(letter)
-                    self._runlog.write("dead_letters", {"prompt": group.prompt.text} | letter)
-                    log.error("dead letter", **letter)
-                    if group.lane == "eval":
-                        self._take_result(self._evaluations.lose(group.min_version))
-                case outcomes.Returned(group_id, stage, holder, reason):
-                    self._warnings.append(f"group {group_id} went back to the queue of {stage}: {holder} {reason}")
-                    log.warning("returned", group=group_id, stage=stage, holder=holder, reason=reason)
-                case outcomes.SystematicFault(stage, deaths, last_error):
-                    self._begin_end(
-                        "failed", f"{deaths} groups in a row failed at the stage {stage}; the last: {last_error}"
-                    )
-
-    def _take_result(self, result: dict[str, Any] | None) -> None:
-        if result is not None:
-            self._runlog.write("evaluations", {"time": time.time()} | result)
-            log.info("evaluated", **result)
-
-    def _end_if_done(self) -> None:
-        saved = self._saved_version == self._ledger.version
-        if self.state == "running" and self._ledger.version >= self.total_steps:
-            if saved and self._evaluations.complete(self.total_steps):
-                self._stop("finished", f"all {self.total_steps} steps are done")
-        elif self.state == "draining" and (saved or not self._roster.of("learner")):
-            self._stop(*self._outcome)
-
-    def _begin_end(self, state: str, reason: str) -> None:
-        """Admit nothing more; the run ends in this state once the learner has saved what it trained."""
-        if self.state == "running":
-            self.state, self._outcome = "draining", (state, reason)
-            log.info("draining", outcome=state, reason=reason)
-            self._publish("drain")
-
-    def _stop(self, state: str, reason: str) -> None:
-        if self.stop_reason is None:
-            self.state, self.stop_reason = state, reason
-            log.info("run ends", state=state, reason=reason)
+    # Deadlines and events
 
     async def _watch(self) -> None:
         """Watch deadlines until the run has ended."""
-        while self.stop_reason is None:
-            now = time.monotonic()
-            happened = self._ledger.expire(now)
+        run = self.run_state
+        while run.stop_reason is None:
+            now = self._clock.now()
+            run.take(run.ledger.expire(now))
             for instance in self._roster.silent(now):
                 self._roster.leave(instance)
-                self._warnings.append(f"{instance} was not heard of any more")
+                run.warnings.append(f"{instance} was not heard of any more")
                 log.warning("gone", instance=instance)
-                happened += self._ledger.release(instance, "not heard of any more")
+                run.take(run.ledger.release(instance, "not heard of any more"))
             self._check_progress(now)
-            await self._apply(happened)
-            await self._until(lambda: self.stop_reason is not None, int(self.config.broker.heartbeat_s * 500))
-        self._runlog.status(self.status())
+            if failure := run.log.failure:
+                run.stop("failed", failure)
+            await self._done()
+            await self._until(lambda: run.stop_reason is not None, int(self.config.broker.heartbeat_s * 500))
+        run.log.status(self.status())
         self._publish("shutdown")
 
     def _check_progress(self, now: float) -> None:
@@ -425,10 +295,11 @@ class Broker:
             roles = ("rollout", "reward", "learner", "broadcaster")
             missing = [service for service in roles if not self._roster.of(service)]
             waits = f"no {' and no '.join(missing)} is there" if missing else f"bottleneck: {self._roster.bottleneck()}"
-            self._stop("failed", f"no group and no step was finished in {patience_s:.0f} s; {waits}")
+            self.run_state.stop("failed", f"no group and no step was finished in {patience_s:.0f} s; {waits}")
 
     def _publish(self, kind: Any) -> None:
-        self._events.publish(Event(kind=kind, lineage=self._ledger.lineage, version=self._ledger.version))
+        ledger = self.run_state.ledger
+        self._events.publish(Event(kind=kind, lineage=ledger.lineage, version=ledger.version))
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -444,35 +315,33 @@ class Broker:
         except TimeoutError:
             pass
 
-    # Status
-
     def status(self) -> dict[str, Any]:
-        """A snapshot of the run, of plain values; the keys are described in protocol/SPEC.md."""
-        return {
-            "run_id": self.run_id,
-            "name": self.config.name,
-            "run_folder": str(self.run_folder),
-            "state": self.state,
-            "stop_reason": self.stop_reason,
-            "started": self._started,
-            "version": self._ledger.version,
-            "steps": self.total_steps,
-            "lineage": self._ledger.lineage,
-            "groups": self._ledger.accounts(),
-            "staleness": self._staleness,
-            "metrics": self._metrics,
-            "history": list(self._history),
-            "evaluations": self._evaluations.results,
-            "services": self._roster.status(time.monotonic()),
-            "departed": self._roster.departed(time.monotonic()),
+        """A snapshot of the run and its members, of plain values; the keys are described in protocol/SPEC.md."""
+        now = self._clock.now()
+        return self.run_state.status() | {
+            "services": self._roster.status(now),
+            "departed": self._roster.departed(now),
             "bottleneck": self._roster.bottleneck(),
-            "dead_letters": list(self._dead_letters),
-            "warnings": list(self._warnings),
-            "saved_version": self._saved_version,
-            "prompts_drawn": self._source.position,
             "refused_messages": dict(self._server.refused),
-            **self._pace.figures(self.total_steps - self._ledger.version),
         }
+
+
+class Clock:
+    """Seconds that this process was awake: while it is stopped itself, nobody's deadline passes.
+
+    It is asked at least twice in `largest_step_s`; what is more than that between two times was a stop.
+    """
+
+    def __init__(self, largest_step_s: float) -> None:
+        self._largest_step_s = largest_step_s
+        self._awake_s = 0.0
+        self._asked_at = time.monotonic()
+
+    def now(self) -> float:
+        """The seconds so far."""
+        before, self._asked_at = self._asked_at, time.monotonic()
+        self._awake_s += min(self._asked_at - before, self._largest_step_s)
+        return self._awake_s
 
 
 async def serve(config: RunConfig, run_folder: Path, *, on_bound: Callable[[str, str], None]) -> None:
@@ -481,5 +350,5 @@ async def serve(config: RunConfig, run_folder: Path, *, on_bound: Callable[[str,
     Raises ConfigError or DataError where the run cannot begin, RunStopped where it failed.
     """
     broker = Broker(config, run_folder)
-    on_bound(broker.address, broker.run_id)
+    on_bound(broker.address, broker.run_state.run_id)
     await broker.run()

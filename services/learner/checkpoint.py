@@ -15,8 +15,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from services.learner.hf import HFBackend
 from services.learner.trainer import Trainer
-from shared.config import dump_config
+from shared.algorithms import load_algorithm
+from shared.config import Checkpoint, RunConfig, dump_config
 from shared.errors import DataError
 
 FORMAT = 1
@@ -26,11 +28,11 @@ CONFIG_FILE = "run.yaml"
 
 
 class Checkpoints:
-    """The checkpoints of a run: `folder/checkpoint-<version>`, the newest `keep_last` of them."""
+    """The checkpoints of a run, `folder/checkpoint-<version>`: the newest `keep_last` and each `keep_every`th."""
 
-    def __init__(self, folder: Path, keep_last: int) -> None:
+    def __init__(self, folder: Path, keep: Checkpoint) -> None:
         self.folder = folder
-        self._keep_last = keep_last
+        self._keep = keep
 
     def save(self, trainer: Trainer, lineage: int) -> Path:
         """Write a checkpoint aside, rename it, and delete those that are too old. Returns its folder."""
@@ -50,24 +52,55 @@ class Checkpoints:
         (aside / STATE_FILE).write_text(json.dumps(state, indent=1))
         (aside / CONFIG_FILE).write_text(dump_config(trainer.config))
         _sync(aside)
-        shutil.rmtree(target, ignore_errors=True)
+        if target.exists():
+            _remove(target)
         aside.rename(target)
         _sync_folder(self.folder)
-        for old in self._all()[: -self._keep_last]:
-            shutil.rmtree(old)
+        for old in self._all()[: -self._keep.keep_last]:
+            if self._keep.keep_every is None or version_of(old) % self._keep.keep_every:
+                _remove(old)
         return target
+
+    def oldest(self) -> int:
+        """The version of the oldest checkpoint that the run can go on from: of the newest `keep_last`."""
+        return version_of(self._all()[-self._keep.keep_last :][0])
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
-        return max(self._all(), key=_version, default=None)
+        return max(self._all(), key=version_of, default=None)
+
+    def at(self, version: int) -> Path:
+        """The checkpoint of a version. Raises DataError where there is none."""
+        found = {version_of(path): path for path in self._all()}
+        if version not in found:
+            there = ", ".join(map(str, found)) or "none"
+            raise DataError(f"{self.folder} has no checkpoint of version {version}; there are: {there}")
+        return found[version]
 
     def _all(self) -> list[Path]:
         complete = [path for path in self.folder.glob("checkpoint-*") if (path / STATE_FILE).is_file()]
-        return sorted(complete, key=_version)
+        return sorted(complete, key=version_of)
 
 
-def _version(checkpoint: Path) -> int:
+def version_of(checkpoint: Path) -> int:
+    """The version that a checkpoint is of."""
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint: a kill in the middle leaves none that looks complete."""
+    (checkpoint / STATE_FILE).unlink()
+    shutil.rmtree(checkpoint)
+
+
+def load_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None) -> Trainer:
+    """The trainer of a run, at the version of a checkpoint or, without one, at version 0. Raises DataError."""
+    model = config.model if checkpoint is None else str(checkpoint)
+    backend = HFBackend.load(model, config.learner, tokenizer=config.tokenizer)
+    trainer = Trainer(config, backend, load_algorithm(config.algorithm), total_steps=total_steps)
+    if checkpoint is not None:
+        restore(checkpoint, trainer)
+    return trainer
 
 
 def restore(checkpoint: Path, trainer: Trainer) -> None:

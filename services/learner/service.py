@@ -11,17 +11,14 @@ from typing import ParamSpec, TypeVar
 
 from protocol.codec import part_groups
 from protocol.messages import Checkpointed, Commit, Leased, LeaseRequest, Ok, Resume, Resumed
-from services.learner.checkpoint import Checkpoints, restore
-from services.learner.hf import HFBackend
+from services.learner.checkpoint import Checkpoints, load_trainer
 from services.learner.publisher import Publisher
-from services.learner.trainer import Trainer
 from services.member import Member
-from shared.algorithms import load_algorithm
-from shared.errors import DataError, ProtocolError
+from shared.errors import ProtocolError
 from shared.group import Prompt, TrajectoryGroup
 from shared.log import log
 
-LONG_POLL_S = 20.0
+LONG_POLL_S = 5.0
 NO_PROMPT = Prompt(row=-1, epoch=-1, content="")
 """The learner knows prompts as tokens alone."""
 
@@ -30,13 +27,15 @@ T = TypeVar("T")
 
 
 class LearnerService:
-    """The learner in a run. Everything that computes runs in one thread of its own, the trainer thread."""
+    """The learner in a run, which goes on from the run's latest checkpoint if there is one.
 
-    def __init__(self, member: Member, *, resume: bool) -> None:
+    Everything that computes runs in one thread of its own, the trainer thread.
+    """
+
+    def __init__(self, member: Member) -> None:
         self._member = member
         self._config = member.config
-        self._resume = resume
-        self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints", self._config.checkpoint.keep_last)
+        self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints", self._config.checkpoint)
         self._saved_version = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
@@ -48,6 +47,8 @@ class LearnerService:
                 groups = await self._lease()
                 if groups is None:
                     break
+                if self._publisher.is_forgotten:
+                    await self._publish()
                 if groups:
                     await self._update(groups)
             await self._save()
@@ -59,31 +60,17 @@ class LearnerService:
 
     async def _start(self) -> None:
         """Load the model or the latest checkpoint, and publish the weights that the rollouts start with."""
-        latest = self._checkpoints.latest() if self._resume else None
-        if self._resume and latest is None:
-            raise DataError(f"there is no checkpoint in {self._checkpoints.folder} to resume from")
-        self._trainer = await self._compute(self._load, latest)
-        if latest is not None:
-            resume = Resume(version=self._trainer.version, location=str(latest))
+        latest = self._checkpoints.latest()
+        self._trainer = await self._compute(load_trainer, self._config, self._member.total_steps, latest)
+        if latest is not None or self._member.version > 0:
+            self._saved_version = self._trainer.version
+            resume = Resume(version=self._saved_version, location="" if latest is None else str(latest))
             resumed, _ = await self._member.request(resume, Resumed)
             self._member.lineage = resumed.lineage
-            self._saved_version = self._trainer.version
         broadcaster = await self._member.locate("broadcaster")
-        self._publisher = Publisher(broadcaster, self._member.run_id, self._backend, self._config)
+        self._publisher = Publisher(broadcaster, self._member.run_id, self._trainer.backend, self._config)
         await self._publish()
         self._member.state = "SERVING"
-
-    def _load(self, checkpoint: Path | None) -> Trainer:
-        config = self._config
-        self._backend = HFBackend.load(
-            config.model if checkpoint is None else str(checkpoint),
-            config.learner,
-            tokenizer=config.tokenizer,
-        )
-        trainer = Trainer(config, self._backend, load_algorithm(config.algorithm), total_steps=self._member.total_steps)
-        if checkpoint is not None:
-            restore(checkpoint, trainer)
-        return trainer
 
     async def _lease(self) -> list[TrajectoryGroup] | None:
         """The groups of the next update; empty when they were not there in a while, None when the run drains."""
@@ -129,12 +116,13 @@ class LearnerService:
 
     async def _publish(self) -> None:
         """Write the weights into a free slot, compute with them from now on, and offer them to the rollouts."""
-        version = self._trainer.version
-        with self._member.account.within("weights"):
-            tensors = await self._publisher.acquire(self._member.lineage, version)
-        with self._member.account.within("compute"):
-            await self._in_thread(self._publisher.write, tensors)
-        await self._publisher.publish(self._member.lineage, version)
+        version, published = self._trainer.version, False
+        while not published:
+            with self._member.account.within("weights"):
+                tensors = await self._publisher.acquire(self._member.lineage, version)
+            with self._member.account.within("compute"):
+                await self._in_thread(self._publisher.write, tensors)
+            published = await self._publisher.publish(self._member.lineage, version)
 
     async def _save(self) -> None:
         if self._saved_version == self._trainer.version:
@@ -143,7 +131,12 @@ class LearnerService:
             location = await self._in_thread(self._checkpoints.save, self._trainer, self._member.lineage)
         self._saved_version = self._trainer.version
         log.info("saved a checkpoint", version=self._saved_version, location=str(location))
-        saved = Checkpointed(lineage=self._member.lineage, version=self._saved_version, location=str(location))
+        saved = Checkpointed(
+            lineage=self._member.lineage,
+            version=self._saved_version,
+            location=str(location),
+            oldest=self._checkpoints.oldest(),
+        )
         await self._member.request(saved, Ok)
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -154,8 +147,8 @@ class LearnerService:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
 
-async def serve(broker: str, instance: str, *, resume: bool = False) -> None:
+async def serve(broker: str, instance: str) -> None:
     """Run the learner until the run ends."""
     member = Member(broker, "learner", instance, stage="learner")
     await member.join()
-    await member.run(LearnerService(member, resume=resume).run)
+    await member.run(LearnerService(member).run)

@@ -41,6 +41,7 @@ class Follower:
         self._instance = instance
         self._engine = engine
         self._on_version = on_version
+        self._patience_s = config.broker.patience_s
         self._tolerance = config.weights.tolerance or TOLERANCE[config.rollout.dtype]
         self._file: SnapshotFile | None = None
         self._slot: int | None = None
@@ -64,12 +65,13 @@ class Follower:
         """Take the newest snapshot once there is a newer one; return without it after a while."""
         request = Follow(
             instance=self._instance,
+            path=None if self._file is None else self._file.path.name,
             slot=self._slot,
             lineage=self._lineage,
             version=self._version,
             wait_ms=int(LONG_POLL_S * 1000),
         )
-        offer, _ = await self._client.request(request, Offer, wait_s=LONG_POLL_S)
+        offer, _ = await self._client.request(request, Offer, wait_s=LONG_POLL_S, deadline_s=self._patience_s)
         if offer.slot is None or offer.path is None or offer.manifest is None:
             return
         manifest = Manifest.from_wire(offer.manifest)

@@ -139,7 +139,7 @@ async def test_a_port_in_use_is_one_clear_sentence():
             Server(server.address, handle)
 
 
-async def test_a_request_is_asked_again_as_soon_as_the_server_is_there_again():
+async def test_a_request_is_asked_again_as_soon_as_the_server_is_there_again(free_again):
     asked = asyncio.Event()
 
     async def silent(message):
@@ -156,6 +156,7 @@ async def test_a_request_is_asked_again_as_soon_as_the_server_is_there_again():
     await asked.wait()
     serving_first.cancel()
     await asyncio.gather(serving_first, return_exceptions=True)
+    await free_again(first.address)
     second = Server(first.address, answering)
     serving_second = asyncio.create_task(second.run())
     async with asyncio.timeout(20.0):  # it would be 65 s without the reconnect

@@ -42,16 +42,29 @@ class Path:
 
     def __init__(self, config, address):
         self.config = config
+        self.address = address
         self.backend = HFBackend.load(config.model, config.learner)
         self.publisher = Publisher(address, "test", self.backend, config)
         self.engine = EmbeddedEngine.load(config.model, dtype=config.rollout.dtype, max_samples=8)
         self.versions = []
         self.follower = Follower(address, self.engine, config, "rollout-0", on_version=self.versions.append)
 
+    def serve(self, server):
+        self._serving = asyncio.create_task(server.run())
+
+    async def stop_serving(self):
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def restart_broadcaster(self, free_again):
+        await self.stop_serving()
+        await free_again(self.address)
+        self.serve(Server(self.address, Broadcaster(self.config.weights).handle))
+
     async def publish(self, version):
         tensors = await self.publisher.acquire(0, version)
         self.publisher.write(tensors)
-        await self.publisher.publish(0, version)
+        return await self.publisher.publish(0, version)
 
     def train(self, amount=0.05):
         generator = torch.Generator().manual_seed(len(self.versions))
@@ -65,16 +78,15 @@ async def weight_path(model, tmp_path, monkeypatch, dtype="float32", **weights):
     monkeypatch.setenv("STRETTO_SHM", str(tmp_path))
     config = config_of(model, dtype, **weights)
     server = Server("tcp://127.0.0.1:0", Broadcaster(config.weights).handle)
-    task = asyncio.create_task(server.run())
     path = Path(config, server.address)
+    path.serve(server)
     try:
         yield path
     finally:
         await path.engine.close()
         await path.follower._client.close()
         await path.publisher.close()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await path.stop_serving()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -194,3 +206,36 @@ async def test_a_rollout_notices_that_its_slot_was_overwritten(tiny_model, tmp_p
         path.publisher._file.begin(path.follower._slot)
         with pytest.raises(WeightsError, match="version 0 was overwritten while rollout-0 still used it"):
             path.follower.check_slot()
+
+
+async def test_a_broadcaster_that_started_again_never_has_the_learner_write_what_is_read(
+    tiny_model, tmp_path, monkeypatch, free_again
+):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        await path.publish(0)
+        await path.follower.follow()
+        before = path.publisher._file.path
+        await path.restart_broadcaster(free_again)
+        while not path.publisher.is_forgotten:
+            await asyncio.sleep(0.01)
+        for version in (1, 2, 3):  # as many as there are slots
+            path.train()
+            assert await path.publish(version)
+            path.follower.check_slot()
+        assert path.publisher._file.path != before and not before.exists()
+        assert not path.publisher.is_forgotten
+        await path.follower.follow()
+        assert path.versions == [0, 3] and path.follower.figures["weights/probe_error"] < 1e-3
+
+
+async def test_a_snapshot_that_was_written_while_the_broadcaster_started_again_is_written_anew(
+    tiny_model, tmp_path, monkeypatch, free_again
+):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        tensors = await path.publisher.acquire(0, 0)
+        await path.restart_broadcaster(free_again)
+        path.publisher.write(tensors)
+        assert not await path.publisher.publish(0, 0)
+        assert await path.publish(0)
+        await path.follower.follow()
+        assert path.versions == [0]

@@ -45,7 +45,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
 
 
 def test_an_unknown_key_unlike_any_is_refused_with_those_allowed_there() -> None:
-    assert faults_of(checkpoint={"foo": 1}) == ["checkpoint.foo: unknown key; allowed here: every, keep_last"]
+    assert faults_of(checkpoint={"foo": 1}) == [
+        "checkpoint.foo: unknown key; allowed here: every, keep_last, keep_every"
+    ]
 
 
 def test_a_wrong_item_of_a_list_is_the_only_fault_named() -> None:

@@ -35,7 +35,9 @@ async def serve_broker(folder: Path) -> None:
                 stop_reason = done.result() if done.done() else None
                 return Status(status={"state": "running", "stop_reason": stop_reason, "version": 0})
 
-    server = Server("tcp://127.0.0.1:0", handle)
+    remembered = folder / "address"
+    server = Server(remembered.read_text() if remembered.exists() else "tcp://127.0.0.1:0", handle)
+    remembered.write_text(server.address)
     serving = asyncio.create_task(server.run())
     aside = folder / "broker.partial"
     aside.write_text(json.dumps({"address": server.address, "pid": os.getpid(), "run_id": "fake"}))

@@ -112,8 +112,28 @@ async def test_a_broker_that_cannot_start_ends_the_run_with_its_own_sentence(mak
     assert not run.pids
 
 
-async def test_the_death_of_the_broker_ends_the_run_with_a_clear_sentence(make: Make) -> None:
+async def test_a_broker_that_was_killed_is_started_again_and_learns_of_the_drain(
+    make: Make, tmp_path: Path, events: list[str]
+) -> None:
     run = make()
+    async with asyncio.timeout(DEADLINE_S):
+        await run.start()
+        waiting = asyncio.create_task(run.wait())
+        os.kill(run.pids["broker"], signal.SIGKILL)
+        while "broker" in run.pids:
+            await asyncio.sleep(0.001)
+        await run.drain("asked to")
+        await waiting
+    assert (tmp_path / "run" / "drained_because").read_text() == "asked to"
+    assert events == ["broker was ended by SIGKILL; started again in 0.01 s"]
+
+
+async def test_the_death_of_a_broker_without_a_journal_ends_the_run_with_a_clear_sentence(
+    make: Make, tmp_path: Path
+) -> None:
+    make()  # sets the environment
+    config = parse_config(config_of(tmp_path).model_dump(mode="json") | {"broker": {"journal": "off"}})
+    run = LocalRun(config, tmp_path / "run", program=PROGRAM)
     async with asyncio.timeout(DEADLINE_S):
         await run.start()
         processes = [os.pidfd_open(pid) for pid in run.pids.values()]

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from shared.config import RunConfig, parse_config
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DataError, RunStopped
 from stretto.train import new_run_folder, resumed_run_folder
 
 ROOT = Path(__file__).parents[2]
@@ -71,10 +71,12 @@ def test_a_run_is_resumed_in_the_latest_folder_of_its_name(config: RunConfig) ->
     assert resumed_run_folder(config, config.run_folder) == config.run_folder
 
 
-def test_a_run_without_a_checkpoint_is_not_resumed(config: RunConfig) -> None:
-    begin(config.run_folder)
-    with pytest.raises(DataError, match="no checkpoint"):
+def test_a_run_is_resumed_from_a_journal_alone_and_not_from_nothing(config: RunConfig) -> None:
+    folder = begin(config.run_folder)
+    with pytest.raises(DataError, match="no journal or checkpoint"):
         resumed_run_folder(config, None)
+    (folder / "journal.sqlite").touch()
+    assert resumed_run_folder(config, None) == folder
 
 
 def test_a_run_that_goes_on_is_not_resumed_and_one_whose_broker_died_is(config: RunConfig) -> None:
@@ -141,6 +143,6 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, tiny_model: Pat
         await_line(process, "ending:")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=100)
-    assert process.returncode == 1
+    assert process.returncode == RunStopped.exit_code
     assert "stretto: the run was killed" in err
     assert gone(services)

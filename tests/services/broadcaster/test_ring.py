@@ -13,59 +13,65 @@ from shared.errors import ProtocolError
 READERS = ("a", "b", "c", "d")
 
 
-def snapshot(slot: int, version: int, path: str = "f") -> Snapshot:
-    return Snapshot(slot, 0, version, path, {})
+def make_ring(deadline_s: float = 60) -> Ring:
+    ring = Ring(3, deadline_s)
+    ring.use("f", is_new=True)
+    return ring
+
+
+def snapshot(slot: int, version: int) -> Snapshot:
+    return Snapshot(slot, 0, version, {})
 
 
 def published(ring: Ring, version: int, now: float = 0.0) -> int:
     slot = ring.acquire(now)
     assert slot is not None
-    ring.publish(snapshot(slot, version))
+    ring.publish("f", snapshot(slot, version))
     return slot
 
 
 def test_a_rollout_gets_the_newest_and_versions_in_between_are_skipped():
-    ring = Ring(3, 60)
+    ring = make_ring()
     published(ring, 0)
     published(ring, 1)
-    offer = ring.follow("a", None, 0, -1)
+    offer = ring.follow("a", "f", None, 0, -1)
     assert offer.version == 1
-    assert ring.follow("a", offer.slot, 0, 1) is None
+    assert ring.follow("a", "f", offer.slot, 0, 1) is None
 
 
 def test_the_learner_never_writes_what_is_read_or_what_it_computes_on():
-    ring = Ring(3, 60)
+    ring = make_ring()
     first = published(ring, 0)
-    ring.follow("a", None, 0, -1)
+    ring.follow("a", "f", None, 0, -1)
     second = published(ring, 1)
     third = ring.acquire(0.0)
     assert len({first, second, third}) == 3
 
 
 def test_rollouts_that_do_not_let_go_lose_their_slots_after_the_deadline_and_are_told():
-    ring = Ring(3, 60)
+    ring = make_ring()
     slot = published(ring, 0)
-    ring.follow("slow", None, 0, -1)
+    ring.follow("slow", "f", None, 0, -1)
     other = published(ring, 1)
-    ring.follow("loading", None, 0, -1)
+    ring.follow("loading", "f", None, 0, -1)
     newest = published(ring, 2)
-    ring.follow("current", newest, 0, 2)
+    ring.follow("current", "f", newest, 0, 2)
     assert ring.acquire(10.0) is None
     assert ring.blockers() == ["slow", "loading"]
-    ring.follow("loading", other, 0, 1)  # it goes on to the newest, and is not done with that at the deadline
+    ring.follow("loading", "f", other, 0, 1)  # it goes on to the newest, and is not done with that at the deadline
     assert ring.evict(69.0) == [] and ring.acquire(69.0) is None
     assert ring.evict(70.0) == ["slow", "loading"] and ring.acquire(70.0) in (slot, other)
     with pytest.raises(ProtocolError, match="slow kept slot 0 for more than 60 s and lost it"):
-        ring.follow("slow", slot, 0, 0)
-    assert ring.follow("slow", None, 0, -1).version == 2  # once started again it is welcome
+        ring.follow("slow", "f", slot, 0, 0)
+    assert ring.follow("slow", "f", None, 0, -1).version == 2  # once started again it is welcome
 
 
 def test_a_rollout_that_left_blocks_nobody():
-    ring = Ring(3, 60)
+    ring = make_ring()
     published(ring, 0)
-    ring.follow("a", None, 0, -1)
+    ring.follow("a", "f", None, 0, -1)
     published(ring, 1)
-    ring.follow("b", None, 0, -1)
+    ring.follow("b", "f", None, 0, -1)
     published(ring, 2)
     assert ring.acquire(0.0) is None
     ring.leave("a")
@@ -73,9 +79,9 @@ def test_a_rollout_that_left_blocks_nobody():
 
 
 def test_a_rollout_that_left_while_it_waited_is_offered_nothing():
-    ring = Ring(3, 60)
+    ring = make_ring()
     slot = published(ring, 0)
-    assert ring.follow("a", slot, 0, 0) is None
+    assert ring.follow("a", "f", slot, 0, 0) is None
     ring.leave("a")
     published(ring, 1)
     assert ring.offer("a", 0, 0) is None
@@ -84,28 +90,44 @@ def test_a_rollout_that_left_while_it_waited_is_offered_nothing():
 
 
 def test_a_learner_that_started_again_is_the_newest_whatever_its_version():
-    ring = Ring(3, 60)
+    ring = make_ring()
     published(ring, 5)
-    slot = ring.acquire(0.0)
-    ring.forget()
-    ring.publish(snapshot(slot, 2, path="another"))
+    ring.use("another", is_new=True)
+    ring.publish("another", snapshot(ring.acquire(0.0), 2))
     assert ring.newest.version == 2
 
 
 def test_a_rollout_that_waits_while_the_learner_starts_again_is_offered_its_snapshot():
-    ring = Ring(3, 60)
+    ring = make_ring()
     old = published(ring, 5)
-    assert ring.follow("a", old, 0, 5) is None
-    slot = ring.acquire(0.0)
-    ring.forget()
-    ring.publish(Snapshot(slot, 1, 2, "another", {}))
-    assert ring.offer("a", 0, 5).path == "another"
+    assert ring.follow("a", "f", old, 0, 5) is None
+    ring.use("another", is_new=True)
+    ring.publish("another", Snapshot(ring.acquire(0.0), 1, 2, {}))
+    assert ring.offer("a", 0, 5).lineage == 1
+
+
+def test_a_slot_of_a_file_that_the_learner_left_blocks_no_slot_of_the_new_one():
+    ring = make_ring()
+    old = published(ring, 5)
+    ring.use("another", is_new=True)
+    assert ring.acquire(0.0) == old
+    ring.publish("another", Snapshot(old, 1, 2, {}))
+    ring.follow("a", "f", old + 1, 0, 5)
+    ring.follow("b", "f", old + 2, 0, 5)
+    ring.follow("a", "another", old, 1, 2)
+    ring.follow("b", "another", old, 1, 2)
+    assert ring.acquire(0.0) not in (None, old)
+
+
+def test_a_file_that_another_broadcaster_offered_snapshots_of_is_refused():
+    with pytest.raises(ProtocolError, match="unknown_lease"):
+        Ring(3, 60).use("f", is_new=False)
 
 
 def test_only_an_acquired_slot_is_published():
-    ring = Ring(3, 60)
+    ring = make_ring()
     with pytest.raises(ProtocolError, match="slot 1 was not acquired"):
-        ring.publish(snapshot(1, 0))
+        ring.publish("f", snapshot(1, 0))
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -113,7 +135,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ring = Ring(3, deadline_s=10.0)
+        self.ring = make_ring(10.0)
         self.now = 0.0
         self.version = -1
         self.writing: int | None = None
@@ -133,14 +155,14 @@ class AnyOrder(RuleBasedStateMachine):
             assert min(v for _, v in held) < self.version  # who has only the newest keeps it
             self.forget(reader)
             with pytest.raises(ProtocolError):
-                self.ring.follow(reader, slot, 0, version)
+                self.ring.follow(reader, "f", slot, 0, version)
         self.writing = self.ring.acquire(self.now)
 
     @precondition(lambda self: self.writing is not None)
     @rule()
     def learner_publishes(self):
         self.version += 1
-        self.ring.publish(snapshot(self.writing, self.version))
+        self.ring.publish("f", snapshot(self.writing, self.version))
         self.writing = None
 
     @rule(reader=st.sampled_from(READERS))
@@ -149,7 +171,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.reading[reader] = self.offered.pop(reader)
         slot, version = self.reading.get(reader, (None, -1))
         try:
-            offer = self.ring.follow(reader, slot, 0, version)
+            offer = self.ring.follow(reader, "f", slot, 0, version)
         except ProtocolError:
             self.forget(reader)
             return

@@ -20,15 +20,19 @@ async def ask(broadcaster, body):
         return await broadcaster.handle(Message(body, {}))
 
 
+def acquire(version, wait_ms=0):
+    return AcquireSlot(path="f", is_new=version == 0, lineage=0, version=version, wait_ms=wait_ms)
+
+
 async def publish(broadcaster, version):
-    slot = (await ask(broadcaster, AcquireSlot(lineage=0, version=version, wait_ms=0))).slot
+    slot = (await ask(broadcaster, acquire(version))).slot
     assert slot is not None
     body = Publish(path="f", slot=slot, lineage=0, version=version, manifest={})
     assert await ask(broadcaster, body) == Ok()
 
 
 def follow(instance, slot, version, wait_ms=0):
-    return Follow(instance=instance, slot=slot, lineage=0, version=version, wait_ms=wait_ms)
+    return Follow(instance=instance, path="f", slot=slot, lineage=0, version=version, wait_ms=wait_ms)
 
 
 async def long_poll(broadcaster, body):
@@ -60,9 +64,9 @@ async def test_a_waiting_learner_is_answered_when_a_rollout_goes_on_to_the_newes
     for version, reader in enumerate(["a", "b", "c"]):
         await publish(broadcaster, version)
         await ask(broadcaster, follow(reader, None, -1))
-    full = await ask(broadcaster, AcquireSlot(lineage=0, version=3, wait_ms=0))
+    full = await ask(broadcaster, acquire(3))
     assert full.slot is None and full.held_by == ["a", "b"]
-    waiting = await long_poll(broadcaster, AcquireSlot(lineage=0, version=3, wait_ms=POLL_MS))
+    waiting = await long_poll(broadcaster, acquire(3, POLL_MS))
     await ask(broadcaster, follow("a", None, -1))
     assert (await waiting).slot == 0
 
@@ -83,7 +87,7 @@ async def test_a_rollout_that_keeps_the_learner_waiting_is_counted_and_refused()
     for version, reader in enumerate(["a", "b", "c"]):
         await publish(broadcaster, version)
         await ask(broadcaster, follow(reader, None, -1))
-    got = await ask(broadcaster, AcquireSlot(lineage=0, version=3, wait_ms=POLL_MS))
+    got = await ask(broadcaster, acquire(3, POLL_MS))
     assert got.slot == 0 and broadcaster.figures["weights/evictions"] == 2
     with pytest.raises(ProtocolError, match=r"a kept slot 0 for more than 0\.01 s and lost it: restart"):
         await ask(broadcaster, follow("a", 0, 0))

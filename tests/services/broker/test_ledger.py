@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.broker.gate import Policy
-from services.broker.ledger import Ledger
+from services.broker.ledger import Entry, Ledger
 from services.broker.outcomes import Dead, Dropped, Evaluated, Replaced, Returned, SystematicFault
 from shared.errors import ProtocolError
 from shared.graph import Stage
@@ -43,7 +43,7 @@ class Run:
 
     def admit(self, n=None, lane="train"):
         n = self.ledger.room() if n is None else n
-        return [self.ledger.admit(lane, Prompt(i, 0, f"prompt {i}")) for i in range(n)]
+        return [self.ledger.admit(lane, Prompt(i, 0, f"prompt {i}")).group for i in range(n)]
 
     def lease(self, stage, n=100, *, holder=None, now=0.0, **more):
         return self.ledger.lease(stage, holder or f"{stage}-0", now, max_groups=n, **more)
@@ -569,24 +569,89 @@ def test_evaluation_is_done_by_the_version_it_is_of_or_a_newer_one(make):
     assert run.lease("rollout", version=0) == []
 
 
-# Resuming
+# Beginning anew
 
 
-def test_a_resumed_run_goes_on_at_its_version_with_a_new_lineage(make):
+def entry(group, turn=None):
+    return Entry(group, int(group.group_id[1:]), 0, turn)
+
+
+def test_a_new_run_goes_on_from_a_checkpoint_with_a_new_lineage(make):
     run = make()
-    assert run.ledger.resume(7) == 1
+    assert run.ledger.rewind(7, []) == 1
     assert run.ledger.version == 7 and run.ledger.room() == 4
     assert [group.min_version for group in run.admit()] == [6, 6, 7, 7]
 
 
-def test_a_run_that_has_begun_cannot_be_resumed(make):
+def test_the_updates_after_a_checkpoint_are_made_again_of_the_same_groups_in_the_same_order(make):
+    run = make(max_staleness=3)
+    run.admit()
+    run.pass_through(0)
+    batches = []
+    for version in (1, 2, 3):
+        batch = [grant.entry.group for grant in run.lease("learner", 2, min_groups=2)][::-1]
+        run.ledger.commit(version, [group.group_id for group in batch])
+        batches.append(batch)
+    consumed = [entry(g, (v, place)) for v, batch in enumerate(batches, 1) for place, g in enumerate(batch)]
+    run.ledger.rewind(1, consumed[2:])
+    assert run.ledger.accounts()["train"]["consumed"] == 2 and run.ledger.balance()["train"] == 0
+    for version in (2, 3):
+        again = [grant.entry.group for grant in run.lease("learner", 2, min_groups=2)]
+        assert again == batches[version - 1]
+        run.ledger.commit(version, [group.group_id for group in again])
+
+
+def restarted(make, run, last_batch=(), **settings):
+    """Another broker's ledger, which goes on with what the journal has of the first."""
+    other = make(**settings)
+    entries = [entry(e.group) for e in run.ledger._entries.values() if e.group.lane == "train"]
+    other.ledger.restore(run.ledger.state(), entries, list(last_batch))
+    return other
+
+
+def test_a_broker_that_was_restarted_has_every_group_and_its_columns_again(make):
     run = make()
+    run.admit()
+    run.pass_through(0, 1)
+    evaluated = run.admit(2, "eval")
+    after = restarted(make, run)
+    account = after.ledger.accounts()["train"]
+    assert account["queued"] == {"rollout": 3, "learner": 1} and account["leased"] == {}
+    assert after.ledger.balance() == {"train": 0, "eval": 0}
+    assert after.ledger.room() == 0
+    assert after.admit(1, "eval")[0].group_id not in {group.group_id for group in evaluated}
+
+
+def test_work_that_was_leased_before_a_restart_of_the_broker_may_still_be_completed(make):
+    run = make()
+    run.admit()
+    before = run.lease("rollout")[0]
+    after = restarted(make, run)
+    leased = after.lease("rollout", 1)[0]
+    assert leased.entry.group.group_id == before.entry.group.group_id and leased.lease_id != before.lease_id
+    after.finish(before)
+    with pytest.raises(ProtocolError, match="unknown_lease"):
+        after.finish(leased)
+    assert after.ledger.accounts()["train"]["queued"] == {"rollout": 3, "reward": 1}
+
+
+def test_a_lease_of_a_group_that_the_journal_did_not_have_yet_is_refused(make):
+    run = make()
+    after = restarted(make, run)
     run.admit(1)
-    with pytest.raises(ProtocolError, match="bad_header"):
-        run.ledger.resume(3)
+    after.admit(1)
+    with pytest.raises(ProtocolError, match="unknown_lease"):
+        after.finish(run.lease("rollout")[0])
 
 
-@pytest.mark.parametrize("version", [-1, 11])
-def test_a_version_that_the_run_does_not_have_cannot_be_resumed(make, version):
-    with pytest.raises(ProtocolError, match="bad_header"):
-        make().ledger.resume(version)
+def test_a_commit_whose_answer_was_lost_is_answered_again_and_one_that_was_lost_is_made(make):
+    run = make()
+    run.admit()
+    run.pass_through(0)
+    batch = [grant.entry.group.group_id for grant in run.lease("learner", 2)]
+    lost = restarted(make, run)
+    assert len(lost.ledger.commit(1, batch)[0]) == 2
+    made = restarted(make, lost, batch)
+    assert made.ledger.commit(1, batch) == ([], [])
+    with pytest.raises(ProtocolError, match="commit of version 1 after version 1"):
+        made.ledger.commit(1, batch[::-1])

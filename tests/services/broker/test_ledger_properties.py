@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 
 import hypothesis.strategies as st
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from services.broker.gate import Policy
-from services.broker.ledger import Ledger
+from services.broker.ledger import Entry, Ledger
 from services.broker.outcomes import Dead, Dropped, Evaluated, Replaced
 from shared.errors import ProtocolError
 from shared.graph import LEARNER_NEEDS, ROLLOUT, Stage, reward_stage
@@ -58,6 +59,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.holds = {f"rollout-{i}": 0 for i in range(HOLDERS["rollout"])}
         self.grants = []  # every lease ever given, with the version of the weights that its holder had
         self.batch = []
+        self.batches = {}  # of each version, also of those that are to be made again
         self.admitted, self.gone, self.consumed = Counter(), Counter(), Counter()
         self.given_back = 0
         self.replaced = 0
@@ -84,11 +86,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 4))
     def admit(self, n):
         for _ in range(min(n, self.ledger.room())):
-            self.admitted[self.ledger.admit("train", Prompt(0, 0, "p")).group_id] += 1
+            self.admitted[self.ledger.admit("train", Prompt(0, 0, "p")).group.group_id] += 1
 
     @rule()
     def evaluate(self):
-        self.admitted[self.ledger.admit("eval", Prompt(0, 0, "p")).group_id] += 1
+        self.admitted[self.ledger.admit("eval", Prompt(0, 0, "p")).group.group_id] += 1
 
     @rule(rollout=st.integers(0, 2))
     def take_weights(self, rollout):
@@ -148,7 +150,10 @@ class LedgerMachine(RuleBasedStateMachine):
         grants = self.ledger.lease("learner", "learner-0", self.now, max_groups=n, min_groups=n)
         assert len(grants) in (0, n)
         self.batch = [grant.entry.group for grant in grants]
-        if self.policy.on_stale != "train" or self.policy.max_staleness == 0:
+        again = self.batches.get(self.ledger.version + 1)
+        if again is not None:
+            assert self.batch == again
+        elif self.policy.on_stale != "train" or self.policy.max_staleness == 0:
             staleness = [self.ledger.version - group.oldest_version() for group in self.batch]
             assert max(staleness, default=0) <= self.policy.max_staleness
 
@@ -159,9 +164,40 @@ class LedgerMachine(RuleBasedStateMachine):
         consumed, outcomes = self.ledger.commit(self.ledger.version + 1, ids)
         assert [group.group_id for group in consumed] == ids
         self.consumed.update(ids)
+        self.batches[self.ledger.version] = self.batch
         self.batch = []
         self.replaced = 0
         self.take(outcomes)
+        assert self.ledger.commit(self.ledger.version, ids) == ([], [])  # its answer was lost
+
+    @rule()
+    def restart(self):
+        """The broker is killed, and another goes on with what the journal has."""
+        before, version = self.ledger, self.ledger.version
+        state = msgpack.unpackb(msgpack.packb(before.state()))
+        entries = [Entry(e.group, e.number, e.admitted_at, e.turn) for e in before._entries.values()]
+        self.ledger = Ledger([ROLLOUT, reward_stage(["exact"]), REFERENCE, LEARNER], self.policy)
+        last_batch = [group.group_id for group in self.batches.get(version, [])]
+        self.ledger.restore(state, [e for e in entries if e.group.lane == "train"], last_batch)
+        self.gone.update(e.group.group_id for e in entries if e.group.lane == "eval")
+        # The learner, whose leases are void, still may commit what it has: or asks anew.
+
+    @rule(data=st.data())
+    def rewind(self, data):
+        """The learner is killed, and another goes on from a checkpoint."""
+        version = data.draw(st.integers(0, self.ledger.version))
+        consumed = []
+        for later in range(version + 1, self.ledger.version + 1):
+            for place, group in enumerate(self.batches[later]):
+                number = int(group.group_id[1:])
+                consumed.append(Entry(group, number, 0, turn=(later, place)))
+                del self.consumed[group.group_id]
+        evaluated = [e.group.group_id for e in self.ledger._entries.values() if e.group.lane == "eval"]
+        self.take(self.ledger.release("learner-0", "died"))
+        lineage = self.ledger.lineage
+        assert self.ledger.rewind(version, consumed) == lineage + 1
+        self.gone.update(evaluated)
+        self.batch, self.replaced = [], 0
 
     @invariant()
     def no_group_is_lost_or_counted_twice(self):
@@ -192,6 +228,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         steps = min(self.ledger.version + self.policy.max_staleness + 1, self.policy.total_steps)
+        if any(version > self.ledger.version for version in self.batches):
+            return  # what was admitted for versions that are to be made again is more
         train = self.ledger.accounts()["train"]["admitted"]
         assert train - self.given_back <= steps * self.policy.prompts_per_step
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import pytest
 
 from protocol.channel import Client
 from protocol.codec import part_groups
-from protocol.events import subscribe
+from protocol.events import EventSubscriber
 from protocol.messages import (
     Checkpointed,
     Commit,
     Complete,
+    DeadLetters,
+    DeadLettersRequest,
     Drain,
     Fail,
     Heartbeat,
@@ -27,6 +30,8 @@ from protocol.messages import (
     Located,
     Ok,
     Pulse,
+    Requeue,
+    Requeued,
     Resume,
     Resumed,
     Status,
@@ -159,7 +164,7 @@ async def test_a_run_goes_to_its_last_version_and_writes_down_what_it_did(tmp_pa
             await rollout.beat(version=version, time={"compute": 1.0}, spans=[[1.0, 2.0, "compute"]])
         await make_ready(rollout, reward, 2)
         assert not task.done()
-        await client.request(Checkpointed(lineage=0, version=2, location="/checkpoint-2"), Ok)
+        await client.request(Checkpointed(lineage=0, version=2, location="/checkpoint-2", oldest=2), Ok)
         assert (await rollout.beat(version=2)).stop_reason == "all 2 steps are done"
         for service in (rollout, reward, learner):
             await service.leave()
@@ -318,7 +323,7 @@ async def test_the_learner_is_told_of_a_drain_and_the_run_ends_once_it_has_saved
             await waiting
         pulse = await learner.beat()
         assert pulse.draining and pulse.stop_reason is None
-        await client.request(Checkpointed(lineage=0, version=1, location="/checkpoint-1"), Ok)
+        await client.request(Checkpointed(lineage=0, version=1, location="/checkpoint-1", oldest=1), Ok)
         assert (await learner.beat()).stop_reason == "enough"
         for service in ("rollout-0", "reward-0", "learner-0"):
             await client.request(Leave(instance=service), Ok)
@@ -344,7 +349,7 @@ async def test_a_draining_run_admits_nothing(tmp_path, columns_of):
         await rollout.beat(version=1)
         before = broker.status()["groups"]["train"]["admitted"]
         await client.request(Drain(reason="enough"), Ok)
-        assert broker.state == "draining"
+        assert broker.run_state.state == "draining"
         assert await rollout.lease(wait_s=0.0) == []
         assert broker.status()["groups"]["train"]["admitted"] == before
 
@@ -416,7 +421,9 @@ async def test_a_new_version_is_published_as_an_event(tmp_path, columns_of):
     async with running(config_of(tmp_path), tmp_path) as (_, client, _):
         rollout, reward, learner = await cast(client, columns_of)
         address = (await learner.join()).events_address
-        events = subscribe(address)
+        subscriber = EventSubscriber()
+        subscriber.connect(address)
+        events = subscriber.events()
         first = asyncio.create_task(anext(events))
         await make_ready(rollout, reward)
         version = 0
@@ -429,6 +436,7 @@ async def test_a_new_version_is_published_as_an_event(tmp_path, columns_of):
             await asyncio.wait([first], timeout=0.2)
         assert (await first).kind in ("version", "drain")
         await events.aclose()
+        subscriber.close()
 
 
 async def test_a_port_in_use_is_one_clear_error(tmp_path):
@@ -479,3 +487,159 @@ async def test_a_group_of_equal_rewards_is_replaced_by_the_next_prompt_and_writt
     [metrics] = lines(tmp_path, "metrics")
     assert metrics["replaced/groups"] == 1 and metrics["reward/generated"] == pytest.approx(4 / 6)
     assert [record["version"] for record in lines(tmp_path, "samples")] == [None, 1, 1]
+
+
+# A broker that goes on with its journal
+
+
+@pytest.fixture
+def killed(free_again):
+    """A broker that ends as by a kill: nothing is said, written or waited for."""
+    return asynccontextmanager(partial(_killed, free_again))
+
+
+async def _killed(free_again, config, folder):
+    broker = Broker(config, folder / "run")
+    task = asyncio.create_task(broker.run())
+    client = Client(broker.address)
+    try:
+        yield broker, client
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        broker._events.close()
+        broker.run_state.close()
+        await client.close()
+        await free_again(broker.address)
+
+
+async def test_a_broker_that_starts_again_goes_on_where_it_was(tmp_path, columns_of, killed):
+    config = config_of(tmp_path, max_staleness=1, steps=3)
+    async with killed(config, tmp_path) as (first, client):
+        rollout, reward, learner = await cast(client, columns_of)
+        await make_ready(rollout, reward)
+        await learner.commit(1, await learner.lease(2, min_groups=2))
+        await rollout.beat(version=1)
+        unfinished, _ = (await rollout.lease(1))[0]
+        address, run_id = first.address, first.run_state.run_id
+        before = first.status()["groups"]["train"]
+    async with running(config, tmp_path) as (second, client, _):
+        assert (second.address, second.run_state.run_id) == (address, run_id)
+        status = second.status()
+        assert (status["version"], status["lineage"]) == (1, 0)
+        assert [record["version"] for record in status["history"]] == [1]
+        after = status["groups"]["train"]
+        assert {k: after[k] for k in ("admitted", "consumed", "in_flight")} == {
+            k: before[k] for k in ("admitted", "consumed", "in_flight")
+        }
+        assert after["queued"] == {"learner": 2, "rollout": before["in_flight"] - 2}
+        rollout, reward, learner = await cast(client, columns_of)
+        await rollout.complete(unfinished, 1)
+        await learner.commit(2, await learner.lease(2, min_groups=2))
+        await rollout.beat(version=2)
+        await make_ready(rollout, reward, 2)
+        await learner.commit(3, await learner.lease(2, min_groups=2))
+    samples = lines(tmp_path, "samples")
+    assert [record["version"] for record in samples] == [1, 1, 2, 2, 3, 3]
+    assert len({record["row"] for record in samples}) == 6
+
+
+async def test_a_learner_that_starts_again_gets_what_followed_its_checkpoint_in_order(tmp_path, columns_of, killed):
+    config = config_of(tmp_path, rows=20, max_staleness=2, steps=6)
+    batches = {}
+    async with killed(config, tmp_path) as (_, client):
+        rollout, reward, learner = await cast(client, columns_of)
+        for version in (1, 2, 3):
+            await rollout.beat(version=version - 1)
+            await make_ready(rollout, reward, version - 1)
+            batches[version] = await learner.lease(2, min_groups=2)
+            await learner.commit(version, batches[version])
+            if version == 1:
+                await client.request(Checkpointed(lineage=0, version=1, location="/c", oldest=1), Ok)
+    async with running(config, tmp_path) as (broker, client, _):
+        learner = Played(client, "learner", columns_of)
+        assert (await learner.join()).version == 3
+        with pytest.raises(ProtocolError, match="its journal does not reach back to the checkpoint of 0"):
+            await client.request(Resume(version=0, location=""), Resumed)
+        with pytest.raises(ProtocolError, match="newer than the journal, which ends at 3"):
+            await client.request(Resume(version=4, location="/c4"), Resumed)
+        resumed, _ = await client.request(Resume(version=1, location="/c"), Resumed)
+        assert (resumed.lineage, broker.status()["version"]) == (1, 1)
+        for version in (2, 3):
+            again = await learner.lease(2, min_groups=2)
+            assert [lease.group_id for lease, _ in again] == [lease.group_id for lease, _ in batches[version]]
+            for (_, columns), (_, before) in zip(again, batches[version], strict=True):
+                assert all((columns[name] == before[name]).all() for name in before)
+            ids = [lease.group_id for lease, _ in again]
+            await client.request(Commit(lineage=1, version=version, group_ids=ids, metrics={}), Ok)
+        assert broker.status()["groups"]["train"]["consumed"] == 6
+        with pytest.raises(ProtocolError, match="lineage 0; the run is at 1"):
+            await learner.commit(4, [])
+
+
+async def test_an_evaluation_that_a_dead_broker_had_begun_is_made_anew(tmp_path, columns_of, killed):
+    config = config_of(tmp_path, heldout=2, steps=1)
+    async with killed(config, tmp_path) as (_, client):
+        rollout, reward, learner = await cast(client, columns_of)
+        await make_ready(rollout, reward)
+        await learner.commit(1, await learner.lease(2, min_groups=2))
+        await client.request(Checkpointed(lineage=0, version=1, location="/c", oldest=1), Ok)
+    async with running(config, tmp_path) as (_, client, _):
+        rollout, reward, learner = await cast(client, columns_of)
+        await rollout.beat(version=1)
+        assert await make_ready(rollout, reward, 1) == 2
+        assert (await learner.beat()).stop_reason == "all 1 steps are done"
+    assert [result["version"] for result in lines(tmp_path, "evaluations")] == [0, 1]
+
+
+async def test_dead_letters_can_be_read_and_given_back_also_by_the_next_broker(tmp_path, columns_of, killed):
+    config = config_of(tmp_path, broker={"dead_letter_limit": 9})
+    async with killed(config, tmp_path) as (_, client):
+        rollout, *_ = await cast(client, columns_of)
+        for lease, _ in await rollout.lease(2):
+            await rollout.fail(lease, f"cannot read {lease.prompt['row']}", retry=False)
+        await client.request(Checkpointed(lineage=0, version=0, location="/c", oldest=0), Ok)  # a flush
+    async with running(config, tmp_path) as (_, client, _):
+        rollout, *_ = await cast(client, columns_of)
+        letters = (await client.request(DeadLettersRequest(), DeadLetters))[0].letters
+        rows = [letter["row"] for letter in letters]
+        assert [letter["errors"] for letter in letters] == [[f"cannot read {row}"] for row in rows]
+        with pytest.raises(ProtocolError, match="no dead letter: nobody"):
+            await client.request(Requeue(group_ids=["nobody"]), Requeued)
+        requeued, _ = await client.request(Requeue(group_ids=None), Requeued)
+        assert requeued.count == 2
+        assert (await client.request(DeadLettersRequest(), DeadLetters))[0].letters == []
+        assert [lease.prompt["row"] for lease, _ in await rollout.lease(2)] == rows
+
+
+async def test_a_journal_that_cannot_be_written_stops_the_run_and_answers_nothing_it_did_not_keep(
+    tmp_path, columns_of, monkeypatch
+):
+    monkeypatch.setattr(server, "GOODBYE_S", 0.05)
+    config = config_of(tmp_path)
+    async with running(config, tmp_path) as (broker, client, task):
+        rollout, *_ = await cast(client, columns_of)
+        (kept, _), (lease, _) = await rollout.lease(2)
+        await rollout.complete(kept)
+        (pages,) = broker.run_state.journal._connection.execute("PRAGMA page_count").fetchone()
+        broker.run_state.journal._connection.execute(f"PRAGMA max_page_count = {pages}")
+        columns = columns_of("rollout") | {"prompt_tokens": np.zeros(1 << 20, dtype="i4")}
+        completing = asyncio.create_task(rollout.complete(lease, columns=columns))
+        with pytest.raises(RunStopped, match=r"journal .* cannot be written .*full.*make room"):
+            await task
+        assert not completing.done()
+        completing.cancel()
+    again = Broker(config, tmp_path / "run")
+    assert again.status()["groups"]["train"]["queued"] == {"rollout": 1, "reward": 1}
+    again._events.close()
+    again.run_state.close()
+
+
+def test_the_clock_stands_still_while_the_process_is_stopped(monkeypatch):
+    real = [100.0]
+    monkeypatch.setattr(server.time, "monotonic", lambda: real[0])
+    clock = server.Clock(largest_step_s=2.0)
+    real[0] += 1.5
+    assert clock.now() == 1.5
+    real[0] += 60.0
+    assert clock.now() == 3.5

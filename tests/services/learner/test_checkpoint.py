@@ -13,7 +13,7 @@ from services.learner.checkpoint import Checkpoints, restore
 from services.learner.hf import HFBackend
 from services.learner.trainer import Trainer
 from shared.algorithms import GRPO
-from shared.config import load_config
+from shared.config import Checkpoint, load_config
 from shared.errors import DataError
 
 from .conftest import make_config, make_group
@@ -36,7 +36,7 @@ def test_training_goes_on_bit_by_bit_from_a_checkpoint(new_trainer, tmp_path):
     steps(whole, range(6))
     first = new_trainer(learner=learner)
     steps(first, range(3))
-    folder = Checkpoints(tmp_path, 2).save(first, lineage=4)
+    folder = Checkpoints(tmp_path, Checkpoint(keep_last=2)).save(first, lineage=4)
     second = loaded(folder, learner=learner)
     restore(folder, second)
     assert (second.version, second.optimizer.lr) == (3, first.optimizer.lr)
@@ -48,7 +48,7 @@ def test_training_goes_on_bit_by_bit_from_a_checkpoint(new_trainer, tmp_path):
 def test_a_checkpoint_is_a_hugging_face_folder(new_trainer, tmp_path):
     trainer = new_trainer()
     steps(trainer, [1])
-    folder = Checkpoints(tmp_path, 1).save(trainer, lineage=0)
+    folder = Checkpoints(tmp_path, Checkpoint(keep_last=1)).save(trainer, lineage=0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, trainer.backend.parameters[name])
@@ -58,7 +58,7 @@ def test_a_checkpoint_is_a_hugging_face_folder(new_trainer, tmp_path):
 
 def test_only_the_newest_are_kept(new_trainer, tmp_path):
     trainer = new_trainer()
-    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints = Checkpoints(tmp_path, Checkpoint(keep_last=2))
     for seed in range(3):
         steps(trainer, [seed])
         checkpoints.save(trainer, lineage=0)
@@ -66,8 +66,21 @@ def test_only_the_newest_are_kept(new_trainer, tmp_path):
     assert checkpoints.latest().name == "checkpoint-3"
 
 
+def test_some_are_kept_for_good_but_the_run_goes_on_from_the_newest_alone(new_trainer, tmp_path):
+    trainer = new_trainer()
+    checkpoints = Checkpoints(tmp_path, Checkpoint(keep_last=2, keep_every=3))
+    for seed in range(6):
+        steps(trainer, [seed])
+        checkpoints.save(trainer, lineage=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-5", "checkpoint-6"]
+    assert checkpoints.oldest() == 5
+    assert checkpoints.at(3).name == "checkpoint-3"
+    with pytest.raises(DataError, match="no checkpoint of version 4; there are: 3, 5, 6"):
+        checkpoints.at(4)
+
+
 def test_a_checkpoint_that_was_not_finished_is_not_the_latest(new_trainer, tmp_path):
-    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints = Checkpoints(tmp_path, Checkpoint(keep_last=2))
     assert checkpoints.latest() is None
     trainer = new_trainer()
     steps(trainer, [1])
@@ -82,7 +95,7 @@ def test_a_checkpoint_that_was_not_finished_is_not_the_latest(new_trainer, tmp_p
 def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(new_trainer, tmp_path):
     trainer = new_trainer()
     steps(trainer, [1])
-    folder = Checkpoints(tmp_path, 1).save(trainer, lineage=0)
+    folder = Checkpoints(tmp_path, Checkpoint(keep_last=1)).save(trainer, lineage=0)
     state = json.loads((folder / "stretto.json").read_text())
     (folder / "stretto.json").write_text(json.dumps(state | {"format": 99}))
     with pytest.raises(DataError, match="has format 99; this version reads 1"):
@@ -96,7 +109,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(new_trainer, tmp_pat
 def test_optimizer_state_that_is_not_whole_is_refused_by_the_name_of_its_weight(new_trainer, tmp_path):
     trainer = new_trainer()
     steps(trainer, [1])
-    folder = Checkpoints(tmp_path, 1).save(trainer, lineage=0)
+    folder = Checkpoints(tmp_path, Checkpoint(keep_last=1)).save(trainer, lineage=0)
     tensors = load_file(folder / "optimizer.safetensors")
     save_file({k: v for k, v in tensors.items() if k != "exp_avg.model.norm.weight"}, folder / "optimizer.safetensors")
     with pytest.raises(DataError, match=r"optimizer state of model\.norm\.weight in .* is not whole"):
