@@ -41,6 +41,7 @@ class Limits:
     """What a message may hold at most; a larger one is refused with `too_large`."""
 
     header_bytes: int = 8 << 20
+    frame_bytes: int = 256 << 20
     message_bytes: int = 1 << 30
     columns: int = 65_536
     nesting: int = 16

@@ -9,6 +9,7 @@ import zmq.asyncio
 
 from protocol.channel import bind_socket
 from protocol.codec import Limits, Message, decode, encode
+from protocol.keys import secure_client
 from protocol.messages import Event
 from shared.errors import ProtocolError
 from shared.log import log
@@ -23,7 +24,7 @@ class EventPublisher:
         """Raises ConfigError where the address cannot be bound."""
         # A plain socket: publishing never blocks, so it needs no event loop.
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        self.address = bind_socket(self._socket, bind)
+        self.address, _ = bind_socket(self._socket, bind)
 
     def publish(self, event: Event) -> None:
         """Send to whoever listens; never waits for them, and drops the event for one that is too slow."""
@@ -35,13 +36,15 @@ class EventPublisher:
 
 
 class EventSubscriber:
-    """A member's side: the events of one publisher, which may be another one later."""
+    """A member's side: the events of one publisher, which may be another one later. refused: those that were none."""
 
     def __init__(self) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _LIMITS.message_bytes)
+        secure_client(self._socket)
         self._socket.subscribe(b"")
         self._address: str | None = None
+        self.refused = 0
 
     def connect(self, address: str) -> None:
         """Listen to the publisher at `address`, and to no other any more."""
@@ -59,10 +62,13 @@ class EventSubscriber:
             try:
                 message = decode(frames, _LIMITS)
             except ProtocolError as error:
+                self.refused += 1
                 log.warning("refused an event", address=self._address, error=str(error))
                 continue
             if isinstance(message.body, Event):
                 yield message.body
+            else:
+                self.refused += 1
 
     def close(self) -> None:
         """Close the socket."""

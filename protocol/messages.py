@@ -6,7 +6,7 @@ several groups in one message are named `<position of the group>/<column>`.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,6 +14,8 @@ from shared.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
 
+Name = Annotated[str, Field(max_length=256)]
+Text = Annotated[str, Field(max_length=65_536)]
 Service = Literal["rollout", "reward", "reference", "critic", "learner", "broadcaster", "client"]
 
 
@@ -29,12 +31,12 @@ class Hello(Body):
 
     type = "hello"
     service: Service
-    stage: str | None = Field(description="stage that it leases for; None for services that lease nothing")
-    instance: str
-    host: str
+    stage: Name | None = Field(description="stage that it leases for; None for services that lease nothing")
+    instance: Name
+    host: Name
     pid: int
     protocol: int = PROTOCOL_VERSION
-    address: str | None = Field(None, description="where the service itself listens, if it does")
+    address: Name | None = Field(None, description="where the service itself listens, if it does")
 
 
 class Welcome(Body):
@@ -136,7 +138,7 @@ class Fail(Body):
     type = "fail"
     lease_id: str
     group_id: str
-    error: str
+    error: Text
     retry: bool = True
 
 
@@ -194,7 +196,7 @@ class Drain(Body):
     """Admit nothing more; the run ends when the learner has saved. Answered by Ok."""
 
     type = "drain"
-    reason: str
+    reason: Text
 
 
 class DeadLettersRequest(Body):
@@ -228,8 +230,8 @@ class Leave(Body):
     """An instance leaves; its leases go back at once. Answered by Ok. `error` says why, if it is not the run's end."""
 
     type = "leave"
-    instance: str
-    error: str | None = None
+    instance: Name
+    error: Text | None = None
 
 
 class Ok(Body):
@@ -283,7 +285,7 @@ class Follow(Body):
     """
 
     type = "follow"
-    instance: str
+    instance: Name
     path: str | None
     slot: int | None
     lineage: int

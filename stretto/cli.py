@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,12 +23,15 @@ from stretto.models import MODELS, cache_folder, pull, resolve
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 models_app = typer.Typer(no_args_is_help=True, help="Small models by a short name.")
 app.add_typer(models_app, name="models")
+keys_app = typer.Typer(no_args_is_help=True, help="Keys of the sockets, for networks that you do not trust.")
+app.add_typer(keys_app, name="keys")
 console = Console()
 
 Config = Annotated[Path, typer.Argument(help="the run's YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, e.g. learner.lr=1e-5")]
 RunFolder = Annotated[Path, typer.Argument(help="a run folder")]
 Broker = Annotated[str | None, typer.Option(help="address of the broker, e.g. tcp://10.0.0.1:7000")]
+Insecure = Annotated[bool, typer.Option(help="listen to other hosts without keys, on a network that you trust")]
 LogFile = Annotated[Path | None, typer.Option(help="write the JSON log there instead of to stderr")]
 
 
@@ -58,11 +62,13 @@ def train(
     run_folder: Annotated[Path | None, typer.Option(help="default: FOLDER/NAME, or NAME-2 … if taken")] = None,
     resume: Annotated[bool, typer.Option(help="go on with the run where it was")] = False,
     plain: Annotated[bool, typer.Option(help="one line a step, also on a terminal")] = False,
+    insecure: Insecure = False,
 ) -> None:
     """Run all services of a run on this host until it is done."""
     from stretto.check import check_run
     from stretto.train import new_run_folder, resumed_run_folder, train_locally
 
+    _allow(insecure)
     effective = _load(config, overrides)
     check_run(effective)
     folder = (resumed_run_folder if resume else new_run_folder)(effective, run_folder)
@@ -179,10 +185,12 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="for the broker: the run's YAML file")] = None,
     run_folder: Annotated[Path | None, typer.Option(help="for the broker: default is the config's")] = None,
     log_file: LogFile = None,
+    insecure: Insecure = False,
 ) -> None:
     """Run one service of a run. All but the broker need only the broker's address."""
     from services.process import run_service
 
+    _allow(insecure)
     name = instance or (service if service == "broker" else f"{service}-{os.getpid()}")
     if service == "broker":
         if config is None:
@@ -224,6 +232,57 @@ def models_list() -> None:
     for name in MODELS:
         here = (cache_folder() / name / "config.json").is_file()
         console.print(f"{name:16} {cache_folder() / name if here else 'not pulled'}", highlight=False, soft_wrap=True)
+
+
+@keys_app.command("new")
+def keys_new(
+    server_public: Annotated[
+        str | None, typer.Option(help="on a host that runs neither broker nor broadcaster: their public key")
+    ] = None,
+) -> None:
+    """Make the keys that this host lacks, and show the public ones."""
+    from protocol.keys import keys_folder, new_keys
+
+    keys = new_keys(keys_folder(), server_public=server_public)
+    console.print(f"the keys are in {keys_folder()}, readable by you alone", highlight=False, soft_wrap=True)
+    console.print(f"server  {keys.server_public}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"client  {keys.client_public}", markup=False, highlight=False, soft_wrap=True)
+    if keys.server_secret is None:
+        remedy = f"stretto keys trust {socket.gethostname()} '{keys.client_public}'"
+        console.print(f"now have the broker's host let this one in:\n  {remedy}", markup=False, soft_wrap=True)
+
+
+@keys_app.command("trust")
+def keys_trust(
+    name: Annotated[str, typer.Argument(help="what to call the client, e.g. its host")],
+    key: Annotated[str, typer.Argument(help="its public key")],
+) -> None:
+    """On the broker's host: let in a client with this public key. Takes effect at once."""
+    from protocol.keys import keys_folder, trust
+
+    trust(keys_folder(), name, key)
+    console.print(f"{name} may connect from now on", highlight=False)
+
+
+@keys_app.command("list")
+def keys_list() -> None:
+    """Show the public keys that this process would use, and whom it lets in. Secret keys are never shown."""
+    from protocol.keys import find_keys, keys_folder
+
+    keys = find_keys()
+    if keys is None:
+        console.print(f"no keys in {keys_folder()} or the environment: sockets are open to this host alone")
+        return
+    table = [("server", keys.server_public), ("client", keys.client_public)]
+    table += [(f"trusted: {name}", key) for key, name in keys.trusted.items() if keys.server_secret is not None]
+    for what, key in table:
+        console.print(f"{what:24} {key or '-'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _allow(insecure: bool) -> None:
+    """Have this process, and those that it starts, listen to other hosts without keys if they are told to."""
+    if insecure:
+        os.environ["STRETTO_INSECURE"] = "1"
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:

@@ -28,6 +28,8 @@ class Broadcaster:
 
     async def handle(self, message: Message) -> Reply:
         """The answer to a request."""
+        if message.columns:
+            raise ProtocolError("bad_column", f"{message.body.type} carries no columns")
         match message.body:
             case AcquireSlot() as request:
                 return await self._acquire(request)

@@ -7,8 +7,12 @@ from typing import Any
 
 from protocol.messages import Hello
 from shared.account import BUCKETS
+from shared.errors import ProtocolError
 
 MISSED_HEARTBEATS = 3
+MAX_MEMBERS = 4096
+MAX_DEPARTED = 256
+MAX_FIGURES = 256
 
 
 @dataclass(slots=True)
@@ -39,13 +43,17 @@ class Roster:
         return self._members.get(instance)
 
     def join(self, hello: Hello, now: float) -> None:
-        """An instance says hello, for the first time or again, which begins a new session."""
+        """An instance says hello, for the first time or again, which begins a new session. Raises ProtocolError."""
+        if len(self) >= MAX_MEMBERS and hello.instance not in self:
+            raise ProtocolError("too_many", f"the run has {MAX_MEMBERS} members")
         self._members[hello.instance] = Listed(hello, now)
         self._departed.pop(hello.instance, None)
 
     def beat(self, instance: str, state: str, version: int, stats: dict[str, Any], now: float) -> None:
         """An instance gave a sign of life, with its figures."""
         member = self._members[instance]
+        if max(len(stats.get("time", ())), len(stats.get("figures", ()))) > MAX_FIGURES:
+            raise ValueError(f"more than {MAX_FIGURES} figures")
         member.last_seen, member.state, member.version = now, state, version
         member.seconds = {str(k): float(v) for k, v in stats.get("time", {}).items()}
         member.figures = {str(k): float(v) for k, v in stats.get("figures", {}).items()}
@@ -58,6 +66,8 @@ class Roster:
         """An instance is gone; what it last reported is kept."""
         if instance in self._members:
             self._departed[instance] = self._members.pop(instance)
+            if len(self._departed) > MAX_DEPARTED:
+                del self._departed[next(iter(self._departed))]
 
     def silent(self, now: float) -> list[str]:
         """Instances that missed three heartbeats."""

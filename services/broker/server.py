@@ -50,6 +50,7 @@ from shared.log import log
 GOODBYE_S = 10.0
 """How long the broker stays after the end of a run, for services and viewers to see it."""
 MAX_WAIT_MS = 600_000
+MAX_CONTACTS = 1024
 LASTING = (Hello, LeaseRequest, Complete, Fail, Commit, Checkpointed, Resume, Requeue)
 """Requests that are answered once what they changed is in the journal."""
 
@@ -125,6 +126,8 @@ class Broker:
 
     async def _carry_out(self, message: Message) -> Reply:
         run = self.run_state
+        if message.columns and not isinstance(message.body, Complete):
+            raise ProtocolError("bad_column", f"{message.body.type} carries no columns")
         match message.body:
             case Heartbeat() as beat:
                 return await self._beat(beat)
@@ -175,7 +178,7 @@ class Broker:
             run.take(run.ledger.release(hello.instance, "started again"))
         self._roster.join(hello, self._clock.now())
         listened = run.contacts.get(hello.instance)
-        if hello.address is not None:
+        if hello.address is not None and len(run.contacts) < MAX_CONTACTS:
             run.contacts[hello.instance] = hello.address
             run.journal.note()
         log.info("hello", instance=hello.instance, host=hello.host, pid=hello.pid)

@@ -12,14 +12,14 @@ import zmq.asyncio
 
 from protocol import channel
 from protocol.channel import Client, Server
-from protocol.codec import Message, encode
+from protocol.codec import Limits, Message, encode
 from protocol.messages import Drain, Heartbeat, Locate, Located, Ok, Pulse
 from shared.errors import ConfigError, ProtocolError, Unreachable
 
 
 @asynccontextmanager
-async def serving(handle):
-    server = Server("tcp://127.0.0.1:0", handle)
+async def serving(handle, limits=Limits()):
+    server = Server("tcp://127.0.0.1:0", handle, limits=limits)
     task = asyncio.create_task(server.run())
     client = Client(server.address)
     try:
@@ -164,3 +164,95 @@ async def test_a_request_is_asked_again_as_soon_as_the_server_is_there_again(fre
     await client.close()
     serving_second.cancel()
     await asyncio.gather(serving_second, return_exceptions=True)
+
+
+# Hostile input
+
+
+def raw_peer(server):
+    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket.connect(server.address)
+    return socket
+
+
+async def test_a_peer_that_goes_on_breaking_the_rules_is_cut_off_and_others_are_not(monkeypatch):
+    monkeypatch.setattr(channel, "MAX_REFUSED", 3)
+
+    async def handle(message):
+        return Ok()
+
+    async with serving(handle) as (server, client):
+        hostile = raw_peer(server)
+        request = encode(Message(Drain(reason="r")))
+        await hostile.send_multipart(request)
+        await hostile.recv_multipart()
+        for _ in range(6):
+            await hostile.send_multipart([b"garbage"])
+        await hostile.send_multipart(request)
+        while server.refused["cut_off"] < 3:
+            await asyncio.sleep(0.01)
+        await client.request(Drain(reason="r"), Ok)
+        assert server.refused == {"bad_header": 4, "cut_off": 3}
+        assert not await hostile.poll(100)
+        monkeypatch.setattr(channel, "REFUSED_WITHIN_S", 0.0)
+        await hostile.send_multipart(request)
+        await hostile.recv_multipart()  # it is heard again
+        hostile.close(linger=0)
+
+
+async def test_a_peer_has_only_so_many_requests_under_way(monkeypatch):
+    monkeypatch.setattr(channel, "MAX_RUNNING_OF_A_PEER", 2)
+    gate = asyncio.Event()
+
+    async def handle(message):
+        await gate.wait()
+        return Ok()
+
+    async with serving(handle) as (server, client):
+        waiting = [asyncio.create_task(client.request(Drain(reason="r"), Ok)) for _ in range(2)]
+        while len(server._running) < 2:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ProtocolError, match="too_many"):
+            await client.request(Drain(reason="r"), Ok)
+        other = Client(server.address)
+        waiting.append(asyncio.create_task(other.request(Drain(reason="r"), Ok)))
+        while len(server._running) < 3:
+            await asyncio.sleep(0.01)
+        gate.set()
+        await asyncio.gather(*waiting)
+        await client.request(Drain(reason="r"), Ok)
+        await other.close()
+
+
+async def test_requests_beyond_the_bytes_that_may_be_under_way_wait_in_the_socket(monkeypatch):
+    monkeypatch.setattr(channel, "MAX_RUNNING_BYTES", 2500)
+    gate = asyncio.Event()
+    begun = []
+
+    async def handle(message):
+        begun.append(message.id)
+        await gate.wait()
+        return Ok()
+
+    async with serving(handle) as (server, client):
+        columns = {"x": np.zeros(1000, dtype="u1")}
+        asked = [asyncio.create_task(client.request(Drain(reason="r"), Ok, columns)) for _ in range(5)]
+        while len(begun) < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.wait(asked, timeout=0.2)
+        assert len(begun) == 3
+        gate.set()
+        await asyncio.gather(*asked)
+        assert len(begun) == 5 and server._running_bytes == 0
+
+
+async def test_a_frame_beyond_the_limit_ends_the_connection_and_is_never_held():
+    async def handle(message):
+        return Ok()
+
+    async with serving(handle, Limits(frame_bytes=1000)) as (server, client):
+        hostile = raw_peer(server)
+        await hostile.send_multipart([bytes(2000)])
+        await client.request(Drain(reason="r"), Ok)
+        assert server.refused == {}
+        hostile.close(linger=0)
