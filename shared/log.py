@@ -31,5 +31,13 @@ def configure_logging(service: str, instance: str, path: Path | None = None) -> 
     logging.basicConfig(stream=stream, level=logging.WARNING, format='{"level": "warning", "event": "%(message)s"}')
 
 
+def warnings_only() -> None:
+    """Show what went wrong, on stderr, to the user of a command; a service has a log of its own."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+    )
+
+
 def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)

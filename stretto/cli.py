@@ -17,6 +17,7 @@ from rich.console import Console
 
 from shared.config import RunConfig, load_config
 from shared.errors import ConfigError, StrettoError
+from shared.log import warnings_only
 from shared.version import __version__
 from stretto.models import MODELS, cache_folder, pull, resolve
 
@@ -41,6 +42,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    warnings_only()
     try:
         app()
     except StrettoError as error:
