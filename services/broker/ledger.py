@@ -246,12 +246,12 @@ class Ledger:
         ]
         return self._take_back(over, f"no sign of life for {self.policy.lease_s:g} s")
 
-    def release(self, holder: str, reason: str) -> list[Outcome]:
-        """Take back all leases of a holder that is gone."""
+    def release(self, holder: str, reason: str, *, in_order: bool = False) -> list[Outcome]:
+        """Take back all leases of a holder that is gone. in_order: it left as asked, and its groups did not fail."""
         held = [(g, stage) for g, stage in self._leases.values() if self._entries[g].work[stage].holder == holder]
-        return self._take_back(held, reason)
+        return self._take_back(held, reason, counts=not in_order)
 
-    def _take_back(self, leases: list[tuple[str, str]], reason: str) -> list[Outcome]:
+    def _take_back(self, leases: list[tuple[str, str]], reason: str, *, counts: bool = True) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for group_id, stage in leases:
             entry = self._entries.get(group_id)
@@ -259,19 +259,18 @@ class Ledger:
                 continue  # the group died at another stage just now
             work = entry.work[stage]
             outcomes.append(Returned(group_id, stage, work.holder, reason))
-            outcomes += self._failed(entry, stage, work, f"{work.holder}: {reason}", retry=True)
+            if counts:
+                outcomes += self._failed(entry, stage, work, f"{work.holder}: {reason}", retry=True)
+            else:
+                self._put_back(entry, stage, work)
         return outcomes + self._drop_stale()
 
     def _failed(self, entry: Entry, stage: str, work: Work, error: str, *, retry: bool) -> list[Outcome]:
         work.errors.append(error[:MAX_ERROR_CHARACTERS])
-        if work.lease_id is not None:
-            del self._leases[work.lease_id]
-            work.lease_id = None
-            self._queues[stage][entry.group.group_id] = entry
+        self._put_back(entry, stage, work)
         # A learner that leaves says nothing against its groups: they wait for the next one.
         poison = stage != self._last.name and (not retry or len(work.errors) >= self.policy.max_attempts)
         if not poison:
-            work.attempt += 1
             return []
         self._remove(entry, "dead")
         self._deaths_in_row[stage] += 1
@@ -279,6 +278,14 @@ class Ledger:
         if self._deaths_in_row[stage] >= self.policy.dead_letter_limit:
             outcomes.append(SystematicFault(stage, self._deaths_in_row[stage], work.errors[-1]))
         return outcomes
+
+    def _put_back(self, entry: Entry, stage: str, work: Work) -> None:
+        """Nobody works on the group any more: it waits for its next attempt."""
+        work.attempt += 1
+        if work.lease_id is not None:
+            del self._leases[work.lease_id]
+            work.lease_id = None
+            self._queues[stage][entry.group.group_id] = entry
 
     def _drop_stale(self) -> list[Outcome]:
         """Drop what waits for the learner and is too stale for its next update, where that is the policy."""

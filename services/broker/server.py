@@ -269,7 +269,7 @@ class Broker:
         log.info("left", instance=leave.instance, error=leave.error)
         if leave.error is not None:
             run.warnings.append(f"{leave.instance} left: {leave.error}")
-        run.take(run.ledger.release(leave.instance, leave.error or "left"))
+        run.take(run.ledger.release(leave.instance, leave.error or "left", in_order=leave.error is None))
 
     # Deadlines and events
 

@@ -94,7 +94,9 @@ def test_dead_letters_are_listed_and_requeued_also_after_the_end(workplace):
     body = "def own(completion):\n    raise RuntimeError('no model')\n"
     (workplace.folder / "rewards.py").write_text(body)
     signals = {"signals": [{"name": "own", "function": f"{workplace.folder}/rewards.py:own"}]}
-    config = workplace.write(reward=signals, broker={"heartbeat_s": 0.5, "max_attempts": 1, "dead_letter_limit": 3})
+    data = {"train": workplace.config["data"]["train"]}
+    broker = {"heartbeat_s": 0.5, "max_attempts": 1, "dead_letter_limit": 3}
+    config = workplace.write(reward=signals, data=data, broker=broker)
     done = workplace.stretto("train", config, "--plain")
     assert done.returncode == 3 and "3 groups in a row failed at the stage reward" in done.stderr
     listed = workplace.stretto("dead-letters", workplace.run_folder)

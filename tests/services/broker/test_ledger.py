@@ -569,6 +569,17 @@ def test_evaluation_is_done_by_the_version_it_is_of_or_a_newer_one(make):
     assert run.lease("rollout", version=0) == []
 
 
+def test_a_holder_that_leaves_in_order_says_nothing_against_its_groups(make):
+    run = make(max_attempts=1)
+    run.admit(1)
+    for attempt in (1, 2, 3):
+        (grant,) = run.lease("rollout")
+        assert grant.attempt == attempt
+        (returned,) = run.ledger.release("rollout-0", "left", in_order=True)
+        assert isinstance(returned, Returned)
+    assert run.ledger.accounts()["train"]["dead"] == 0
+
+
 # Beginning anew
 
 
