@@ -4,12 +4,14 @@ STRETTO_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint chaos fuzz format clean
 
 help:
 	@echo "make demo    install, pull a small model, and train it on the arithmetic example (about 10 minutes on 2 cores)"
 	@echo "make test    install with the development tools, then lint, type-check and run all tests"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make chaos   kill and stop the services of a run 200 times (about 15 minutes)"
+	@echo "make fuzz    send a million mutated messages (about 10 minutes)"
 	@echo "make format  let ruff format the code"
 	@echo "make clean   remove the environment and the runs"
 
@@ -39,6 +41,12 @@ lint: $(VENV)/.dev
 test: lint
 	@echo "== running the tests"
 	$(BIN)/python -m pytest -q
+
+chaos: $(VENV)/.dev
+	$(BIN)/python tests/chaos/chaos.py --faults 200
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/protocol/fuzz.py --messages 1000000
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
