@@ -237,7 +237,10 @@ async def test_events_reach_those_with_a_key_alone(as_host):
 def test_the_command_line_makes_trusts_and_lists_keys(tmp_path, monkeypatch, capsys):
     import sys
 
+    from stretto import cli
     from stretto.cli import main
+
+    monkeypatch.setattr(cli, "warnings_only", lambda: None)  # it would hold on to the captured stderr
 
     def stretto(*arguments):
         monkeypatch.setattr(sys, "argv", ["stretto", *arguments])
