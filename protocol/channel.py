@@ -204,6 +204,16 @@ class Server:
         self._answers: OrderedDict[bytes, list[bytes | memoryview]] = OrderedDict()
         self._answers_bytes = 0
 
+    @classmethod
+    def again(cls, before: str | None, bind: str, handle: Handler) -> Server:
+        """A server where it listened before it was started again, if the address can be had; or else at `bind`."""
+        if before is not None:
+            try:
+                return cls(before, handle)
+            except ConfigError as error:
+                log.warning("cannot listen where it did before", error=str(error))
+        return cls(bind, handle)
+
     async def run(self) -> None:
         """Serve until cancelled."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,8 @@ async def list_letters(run_folder: Path, broker: str | None) -> list[dict[str, A
     address = broker or running_broker(run_folder)
     if address is not None:
         return (await ask(address, DeadLettersRequest(), DeadLetters)).letters
-    run = _run_of(run_folder)
-    try:
+    with _run_of(run_folder) as run:
         return run.dead_letters()
-    finally:
-        run.close()
 
 
 async def requeue_letters(run_folder: Path, broker: str | None, group_ids: list[str] | None) -> int:
@@ -36,13 +34,10 @@ async def requeue_letters(run_folder: Path, broker: str | None, group_ids: list[
     address = broker or running_broker(run_folder)
     if address is not None:
         return (await ask(address, Requeue(group_ids=group_ids), Requeued)).count
-    run = _run_of(run_folder)
-    try:
+    with _run_of(run_folder) as run:
         count = run.requeue(group_ids)
         await run.journal.flush()
-        return count
-    finally:
-        run.close()
+    return count
 
 
 def show_letters(console: Console, letters: list[dict[str, Any]]) -> None:
@@ -56,7 +51,7 @@ def show_letters(console: Console, letters: list[dict[str, Any]]) -> None:
     console.print(f"{len(letters)} dead letters", style="green" if not letters else "yellow")
 
 
-def _run_of(run_folder: Path) -> Run:
+def _run_of(run_folder: Path) -> closing[Run]:
     if not (run_folder / FILE).is_file():
         raise DataError(f"{run_folder} is not the folder of a run with a journal: it has no {FILE}")
-    return Run(load_config(run_folder / "config.yaml"), run_folder)
+    return closing(Run(load_config(run_folder / "config.yaml"), run_folder))

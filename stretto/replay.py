@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,6 +10,7 @@ from pathlib import Path
 import xxhash
 
 from services.broker.journal import FILE, Journal
+from services.broker.runlog import latest_records
 from shared.config import load_config
 from shared.errors import DataError
 
@@ -53,7 +53,7 @@ def replay(run_folder: Path, version: int) -> Iterator[ReplayedStep]:
     torch.set_num_threads(1)
     checkpoints = Checkpoints(run_folder / "checkpoints", config.checkpoint)
     trainer = load_trainer(config, state["total_steps"], checkpoints.at(version) if version else None)
-    then = _metrics(run_folder)
+    then = {record["version"]: record for record in latest_records(run_folder / "metrics.jsonl")}
     for number, batch in groupby(entries, key=lambda entry: entry.turn and entry.turn[0]):
         groups = [entry.group for entry in batch]
         metrics = trainer.step(groups)
@@ -62,8 +62,3 @@ def replay(run_folder: Path, version: int) -> Iterator[ReplayedStep]:
         for parameter in trainer.backend.parameters.values():
             weights.update(parameter.detach().numpy().data)
         yield ReplayedStep(trainer.version, len(groups), metrics, then.get(number or 0, {}), weights.hexdigest())
-
-
-def _metrics(run_folder: Path) -> dict[int, dict[str, float]]:
-    with (run_folder / "metrics.jsonl").open(encoding="utf-8") as lines:
-        return {record["version"]: record for record in map(json.loads, lines)}

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from services.broker.runlog import latest_records
 from shared.errors import DataError
 from stretto.live import duration, number
 from stretto.timeline import draw_timeline, overlap_ratio, read_spans
@@ -18,7 +19,7 @@ def make_report(run_folder: Path) -> dict[str, Any]:
     """Write the report of a run and return its figures. Raises DataError where the folder holds no finished step."""
     try:
         status = json.loads((run_folder / "status.json").read_text())
-        metrics, evaluations = (_latest(run_folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
+        metrics, evaluations = (latest_records(run_folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
     except OSError as error:
         raise DataError(f"{run_folder} is not the folder of a run: {error.filename} is missing") from None
     if not metrics:
@@ -135,10 +136,3 @@ def show_report(console: Console, figures: dict[str, Any]) -> None:
         table.add_row(name, value)
     console.print(table)
     console.print(f"report: {figures['folder']}/report.md", highlight=False, soft_wrap=True)
-
-
-def _latest(file: Path) -> list[dict[str, Any]]:
-    """The records of a file by version; a version that a resumed run did again counts as it was done last."""
-    with file.open(encoding="utf-8") as lines:
-        records = {record["version"]: record for record in map(json.loads, lines)}
-    return [records[version] for version in sorted(records)]

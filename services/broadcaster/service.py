@@ -12,7 +12,7 @@ from protocol.messages import AcquireSlot, Follow, Leave, Offer, Ok, Publish, Sl
 from services.broadcaster.ring import Ring, Snapshot
 from services.member import Member
 from shared.config import Weights
-from shared.errors import ConfigError, ProtocolError
+from shared.errors import ProtocolError
 from shared.log import log
 
 RECHECK_S = 1.0
@@ -100,18 +100,9 @@ async def serve(broker: str, instance: str) -> None:
     member = Member(broker, "broadcaster", instance)
     config = await member.join()
     broadcaster = Broadcaster(config.weights)
-    server = _listen(member.listened, f"{config.broker.bind.rpartition(':')[0]}:0", broadcaster)
+    host = config.broker.bind.rpartition(":")[0]
+    server = Server.again(member.listened, f"{host}:0", broadcaster.handle)
     member.figures = broadcaster.figures
     await member.join(server.address)
     member.state = "SERVING"
     await member.run(server.run)
-
-
-def _listen(before: str | None, otherwise: str, broadcaster: Broadcaster) -> Server:
-    """Listen where the run's services look for a broadcaster that has started again, if it can be had."""
-    if before is not None:
-        try:
-            return Server(before, broadcaster.handle)
-        except ConfigError as error:
-            log.warning("cannot listen where it did before", error=str(error))
-    return Server(otherwise, broadcaster.handle)

@@ -38,8 +38,8 @@ class Evaluations:
 
     def rewind(self, version: int) -> None:
         """Forget the evaluations of later versions, and those that are not finished."""
-        self.results = [result for result in self.results if result["version"] <= version]
-        self.restore(self.results, unfinished=self.unfinished)
+        kept = [result for result in self.results if result["version"] <= version]
+        self.restore(kept, unfinished=self.unfinished)
 
     @property
     def unfinished(self) -> bool:

@@ -62,7 +62,6 @@ class Journal:
         Raises DataError where the file is damaged, not a journal, of a newer format, or in use by another broker.
         """
         self.file = file
-        self.durability = durability
         self._state = state
         self._connection = None if durability == "off" else _open(file, durability)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")

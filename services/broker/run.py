@@ -22,7 +22,7 @@ from services.broker.journal import FILE, Journal
 from services.broker.ledger import Grant, Ledger
 from services.broker.pace import Pace
 from services.broker.prompts import PromptSource, first_prompts, total_steps
-from services.broker.runlog import RunLog
+from services.broker.runlog import RunLog, latest_records
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig
 from shared.errors import DataError, ProtocolError, StrettoError
@@ -106,7 +106,8 @@ class Run:
         self.ledger.restore(saved["ledger"], in_flight, self.journal.batch(saved["ledger"]["version"]))
         self._evaluations.restore(saved["evaluations"], unfinished=saved["evaluating"])
         self._dead_letters = {letter["group_id"]: letter for letter in self.journal.dead_letters()}
-        self._history.extend(self.log.metrics_until(self.ledger.version))
+        written = latest_records(self.folder / "metrics.jsonl")
+        self._history.extend(record for record in written if record["version"] <= self.ledger.version)
         log.info("goes on with its journal", version=self.ledger.version, groups=len(in_flight))
 
     # Leases

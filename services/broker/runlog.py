@@ -41,12 +41,6 @@ class RunLog:
     def _fail(self, error: OSError) -> None:
         self.failure = f"the files of {self._folder} cannot be written ({error.strerror}): make room, then --resume"
 
-    def metrics_until(self, version: int) -> list[dict[str, Any]]:
-        """What was written of the versions up to this one, in their order."""
-        with (self._folder / "metrics.jsonl").open(encoding="utf-8") as lines:
-            records = {record["version"]: record for record in map(json.loads, lines)}
-        return [records[number] for number in sorted(records) if number <= version]
-
     def group(self, group: TrajectoryGroup, version: int | None) -> None:
         """Append a group that was consumed by `version` or evaluated for it; None: another took its place."""
         columns = group.columns
@@ -87,6 +81,13 @@ class RunLog:
                 file.close()
             except OSError as error:  # what a full disk had no room for
                 self._fail(error)
+
+
+def latest_records(file: Path) -> list[dict[str, Any]]:
+    """The records of a file by version; a version that was done again counts as it was done last."""
+    with file.open(encoding="utf-8") as lines:
+        records = {record["version"]: record for record in map(json.loads, lines)}
+    return [records[version] for version in sorted(records)]
 
 
 def _open(path: Path) -> TextIO:

@@ -44,7 +44,7 @@ from services.broker.ledger import Grant
 from services.broker.roster import Roster
 from services.broker.run import Run
 from shared.config import RunConfig
-from shared.errors import ConfigError, ProtocolError, RunStopped, StrettoError
+from shared.errors import ProtocolError, RunStopped, StrettoError
 from shared.log import log
 
 GOODBYE_S = 10.0
@@ -66,22 +66,12 @@ class Broker:
         self._clock = Clock(largest_step_s=config.broker.heartbeat_s)
         self._epoch = os.urandom(8).hex()
         self._changed = asyncio.Condition()
-        self._server = self._bind()
+        contacts = self.run_state.contacts
+        self._server = Server.again(contacts.get("broker"), config.broker.bind, self.handle)
+        contacts["broker"] = self._server.address
         host = config.broker.bind.rpartition(":")[0]
         self._events = EventPublisher(f"{host}:0")
         self._progress_at = self._clock.now()
-
-    def _bind(self) -> Server:
-        """Listen where the run's services last found a broker, or else where the config says."""
-        contacts = self.run_state.contacts
-        try:
-            server = Server(contacts.get("broker", self.config.broker.bind), self.handle)
-        except ConfigError:
-            if "broker" not in contacts:
-                raise
-            server = Server(self.config.broker.bind, self.handle)
-        contacts["broker"] = server.address
-        return server
 
     @property
     def address(self) -> str:

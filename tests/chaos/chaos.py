@@ -66,6 +66,7 @@ class Chaos:
     """Injects faults into a run. seconds: to recovery, by service and kind."""
 
     run: LocalRun
+    instances: list[str]
     random: random.Random
     show: Callable[[str], None]
     stop_s: float
@@ -73,7 +74,7 @@ class Chaos:
 
     async def inject(self, faults: int) -> None:
         """One fault after the other, each once the run goes on; some while the one before is still being mended."""
-        kinds = [(i, kind) for i in instances(self.run._config) for kind in ("kill", "stop")]
+        kinds = [(i, kind) for i in self.instances for kind in ("kill", "stop")]
         for number in range(1, faults + 1):
             instance, kind = self.random.choice(kinds)
             began = time.monotonic()
@@ -181,7 +182,7 @@ async def run_with_faults(
 ) -> Chaos:
     """A run with faults, then drained or left to its end. Raises where it does not recover."""
     run = LocalRun(config, folder / "run", on_event=show, steady_s=0.0)
-    chaos = Chaos(run, random.Random(number), show, stop_s)
+    chaos = Chaos(run, instances(config), random.Random(number), show, stop_s)
     await run.start()
     waiting = asyncio.create_task(run.wait())
     try:
