@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ MAX_REFUSED = 100
 REFUSED_WITHIN_S = 60.0
 """A peer of whom so many messages break the rules in that time is cut off for as long."""
 REMEMBERED_PEERS = 4096
+BATCH = 64
 _HANDSHAKES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -68,8 +69,7 @@ class Client:
             raise ConfigError(f"{address!r} is not an address to connect to ({error.strerror})") from None
         self.connections = 0
         self.refused = 0
-        self._reconnected: asyncio.Future[None] | None = None
-        self._waiting: dict[bytes, asyncio.Future[Message]] = {}
+        self._waiting: dict[bytes, asyncio.Future[Message | None]] = {}
         self._background: list[asyncio.Task[None]] = []
 
     async def request(
@@ -89,59 +89,57 @@ class Client:
         """
         if self._refusal is not None:
             raise self._refusal
-        if self._reconnected is None:
-            self._reconnected = asyncio.get_running_loop().create_future()
+        if not self._background:
             parts = (self._read(), self._watch())
             self._background = [asyncio.create_task(part, name=f"answers of {self._peer}") for part in parts]
         message = Message(body, columns or {})
-        frames = encode(message)
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._waiting[message.id] = future
-        end, tries = time.monotonic() + wait_s + deadline_s, 0
-        try:
-            while not future.done():
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise Unreachable(
-                        f"{self._peer} {self.address} gave no answer to {body.type} in {wait_s + deadline_s:.0f} s "
-                        f"({tries} tries): check that it runs and can be reached from here"
-                    )
-                tries += 1
-                await self._send(frames, left)
-                wakers: list[asyncio.Future[Any]] = [future, self._reconnected]
-                await asyncio.wait(
-                    wakers,
-                    timeout=min(left, wait_s + RETRY_S),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-        finally:
-            del self._waiting[message.id]
-        reply = future.result()
+        reply = await self._ask(message, wait_s, deadline_s)
         if isinstance(reply.body, Refused):
             raise ProtocolError(reply.body.code, reply.body.detail)
         if not isinstance(reply.body, answer):
             raise ProtocolError("unknown_type", f"{body.type} was answered with {reply.body.type}")
         return reply.body, reply.columns
 
-    async def _send(self, frames: list[bytes | memoryview], timeout_s: float) -> None:
+    async def _ask(self, message: Message, wait_s: float, deadline_s: float) -> Message:
+        """Send a message, as often as it takes, until it is answered."""
+        frames = encode(message)
+        end, tries = time.monotonic() + wait_s + deadline_s, 0
         try:
-            async with asyncio.timeout(min(timeout_s, RETRY_S)):
-                await self._socket.send_multipart(frames, copy=False)
-        except TimeoutError:
-            pass  # the socket's queue is full because the peer is away: the deadline of the request decides
+            while (left := end - time.monotonic()) > 0:
+                tries += 1
+                future: asyncio.Future[Message | None] = asyncio.get_running_loop().create_future()
+                self._waiting[message.id] = future
+                try:
+                    # A send waits while the socket's queue is full because the peer is away.
+                    async with asyncio.timeout(min(left, wait_s + RETRY_S)):
+                        await self._socket.send_multipart(frames, copy=False)
+                        reply = await future
+                except TimeoutError:
+                    continue
+                if reply is not None:
+                    return reply
+        finally:
+            self._waiting.pop(message.id, None)
+        raise Unreachable(
+            f"{self._peer} {self.address} gave no answer to {message.body.type} in {wait_s + deadline_s:.0f} s "
+            f"({tries} tries): check that it runs and can be reached from here"
+        )
 
     async def _read(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart(copy=False)
+        async for frames in received(self._socket):
             try:
                 message = decode(frames, self._limits)
             except ProtocolError as error:
                 self.refused += 1
                 log.warning("refused an answer", peer=self._peer, error=str(error))
                 continue
-            future = self._waiting.get(message.id)
-            if future is not None and not future.done():
-                future.set_result(message)
+            self._settle(message.id, message)
+
+    def _settle(self, message_id: bytes, reply: Message | None) -> None:
+        """A request has its answer; None: it must be sent again."""
+        future = self._waiting.get(message_id)
+        if future is not None and not future.done():
+            future.set_result(reply)
 
     async def _watch(self) -> None:
         """Have everything asked again when a lost connection is there again: the server may be another one by now."""
@@ -152,9 +150,8 @@ class Client:
                 continue
             self.connections += 1
             if self.connections > 1:
-                assert self._reconnected is not None
-                self._reconnected.set_result(None)
-                self._reconnected = asyncio.get_running_loop().create_future()
+                for message_id in self._waiting:
+                    self._settle(message_id, None)
 
     def _take_refusal(self, event: Any) -> None:
         """End all requests where the server will never let this process in; a handshake may fail otherwise, too."""
@@ -218,11 +215,10 @@ class Server:
         """Serve until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                while True:
+                async for sender, *frames in received(self._socket):
+                    await self._accept(sender, frames, tasks)
                     while len(self._running) >= MAX_RUNNING or self._running_bytes >= MAX_RUNNING_BYTES:
                         await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
-                    sender, *frames = await self._socket.recv_multipart(copy=False)
-                    await self._accept(sender, frames, tasks)
         finally:
             self._socket.close(linger=500)
 
@@ -309,6 +305,24 @@ class Peer:
     def is_cut_off(self, now: float) -> bool:
         """Whether nothing that it sends is read."""
         return self.refused > MAX_REFUSED and now - self.since <= REFUSED_WITHIN_S
+
+
+async def received(socket: zmq.asyncio.Socket) -> AsyncIterator[list[zmq.Frame]]:
+    """The messages that arrive, for ever.
+
+    Those that are there already are read at once, without the event loop's help; other tasks get their turn after each
+    batch of them.
+    """
+    there: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+    while True:
+        yield await socket.recv_multipart(copy=False)
+        for _ in range(BATCH):
+            try:
+                yield there.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+        else:
+            await asyncio.sleep(0)
 
 
 def bind_socket(socket: zmq.Socket[Any], bind: str) -> tuple[str, Guard | None]:

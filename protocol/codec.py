@@ -1,6 +1,6 @@
-"""Turns messages into frames and back: a msgpack header and one raw little-endian frame a column. See SPEC.md.
+"""Turns messages into frames and back: a msgpack header, and the columns as raw little-endian arrays. See SPEC.md.
 
-Nothing that arrives is evaluated or copied; whatever breaks the rules raises ProtocolError and has no other effect.
+Nothing that arrives is evaluated; whatever breaks the rules raises ProtocolError and has no other effect.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_DIMENSIONS = 8
+_BOOL = DTYPES["bool"]
+PACKED_BELOW = 16_384
+"""Columns of fewer bytes share one frame: a frame of its own costs about as much time as so many bytes."""
+_ALIGNMENT = 8
 
 Frame = bytes | memoryview | zmq.Frame
 
@@ -58,7 +62,7 @@ class Message:
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """The frames of a message. Column frames are views on the arrays, which must not change until they are sent.
+    """The frames of a message. Large columns are not copied: their arrays must not change until they are sent.
 
     Raises ProtocolError `bad_column` for a dtype that the wire does not know.
     """
@@ -74,24 +78,62 @@ def encode(message: Message) -> list[bytes | memoryview]:
     return [msgpack.packb(header), *frames]
 
 
-def columns_to_frames(columns: Columns) -> tuple[list[list[Any]], list[memoryview]]:
-    """A [name, dtype, shape] and the raw bytes of each column, which are views on the arrays.
+def columns_to_frames(columns: Columns) -> tuple[list[list[Any]], list[bytes | memoryview]]:
+    """A [name, dtype, shape] of each column, and their frames: one that holds all small ones, and one a large one.
 
     Raises ProtocolError `bad_column` for a dtype that the wire does not know.
     """
     table: list[list[Any]] = []
-    frames: list[memoryview] = []
+    small: list[bytes] = []
+    large: list[bytes | memoryview] = []
     for name, array in columns.items():
         dtype = _NAMES.get(array.dtype)
         if dtype is None:
             raise ProtocolError("bad_column", f"{name} is {array.dtype}; the wire knows {', '.join(DTYPES)}")
-        table.append([name, dtype, list(array.shape)])
-        frames.append(np.ascontiguousarray(array).reshape(-1).view("u1").data)
-    return table, frames
+        table.append([name, dtype, array.shape])
+        if array.nbytes < PACKED_BELOW:
+            small += (array.tobytes(), bytes(-array.nbytes % _ALIGNMENT))
+        else:
+            large.append(np.ascontiguousarray(array).reshape(-1).view("u1").data)
+    return table, [b"".join(small), *large] if small else large
+
+
+def columns_from_frames(table: list[Any], frames: Sequence[memoryview]) -> Columns:
+    """The inverse: read-only arrays, large ones as views on their frames, small ones on one copy of theirs.
+
+    The copy is there because what receives a small frame may keep it in one piece of memory with others. Raises
+    ProtocolError `bad_frame` or `bad_column` where the frames are not those of the table.
+    """
+    shapes = [_column(entry) for entry in table]
+    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in shapes]
+    small = [size + -size % _ALIGNMENT for size in sizes if size < PACKED_BELOW]
+    expected = [sum(small)] if small else []
+    expected += [size for size in sizes if size >= PACKED_BELOW]
+    if [frame.nbytes for frame in frames] != expected:
+        raise ProtocolError("bad_frame", f"the columns are frames of {expected[:8]} bytes; received other ones")
+    packed, at = bytes(frames[0]) if small else b"", 0
+    large = iter(frames[1:] if small else frames)
+    columns: Columns = {}
+    for (name, dtype, shape), size in zip(shapes, sizes, strict=True):
+        try:
+            if size < PACKED_BELOW:
+                array: np.ndarray = np.ndarray(shape, dtype, packed, at)
+                at += size + -size % _ALIGNMENT
+            else:
+                array = np.ndarray(shape, dtype, next(large))
+                array.flags.writeable = False
+        except (ValueError, OverflowError):  # without elements, and beyond NumPy's largest array all the same
+            raise ProtocolError("bad_column", f"{name} has no valid shape") from None
+        if dtype is _BOOL and size and array.view("u1").max() > 1:
+            raise ProtocolError("bad_column", f"{name} is bool and holds bytes other than 0 and 1")
+        columns[name] = array
+    if len(columns) < len(table):
+        raise ProtocolError("bad_column", "a column is there twice")
+    return columns
 
 
 def decode(frames: Sequence[Frame], limits: Limits = Limits()) -> Message:
-    """The message in these frames; its columns are read-only views on them.
+    """The message in these frames; its columns are read-only.
 
     Raises ProtocolError with the codes `bad_frame`, `bad_header`, `bad_version`, `unknown_type`, `too_large` or
     `bad_column`.
@@ -176,34 +218,18 @@ def _check_plain(value: Any, levels: int) -> None:
 def _columns(table: list[Any], buffers: Sequence[memoryview], limits: Limits) -> Columns:
     if len(table) > limits.columns:
         raise ProtocolError("too_large", f"{len(table)} columns; the limit is {limits.columns}")
-    if len(table) != len(buffers):
-        raise ProtocolError("bad_frame", f"{len(table)} columns declared, {len(buffers)} column frames received")
     if sum(buffer.nbytes for buffer in buffers) > limits.message_bytes:
         raise ProtocolError("too_large", f"columns of more than {limits.message_bytes} bytes")
-    columns: Columns = {}
-    for entry, buffer in zip(table, buffers, strict=True):
-        name, array = _column(entry, buffer)
-        if name in columns:
-            raise ProtocolError("bad_column", f"{name} is there twice")
-        columns[name] = array
-    return columns
+    return columns_from_frames(table, buffers)
 
 
-def _column(entry: Any, buffer: memoryview) -> tuple[str, np.ndarray]:
+def _column(entry: Any) -> tuple[str, np.dtype[Any], list[int]]:
     match entry:
-        case [str(name), str(dtype_name), list(shape)] if 0 < len(name) <= 128 and dtype_name in DTYPES:
+        case [str(name), str(dtype), list(shape)] if 0 < len(name) <= 128 and dtype in DTYPES:
             pass
         case _:
             raise ProtocolError("bad_column", f"a column is [name, dtype, shape] with a dtype of {', '.join(DTYPES)}")
-    if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
-        raise ProtocolError("bad_column", f"{name} has no valid shape")
-    dtype = DTYPES[dtype_name]
-    expected = math.prod(shape) * dtype.itemsize
-    if expected != buffer.nbytes:
-        raise ProtocolError("bad_column", f"{name} should have {expected} bytes and has {buffer.nbytes}")
-    raw = np.frombuffer(buffer, dtype="u1")
-    if dtype_name == "bool" and raw.size and raw.max() > 1:
-        raise ProtocolError("bad_column", f"{name} is bool and holds bytes other than 0 and 1")
-    array = raw.view(dtype).reshape(shape)
-    array.flags.writeable = False
-    return name, array
+    for n in shape:
+        if type(n) is not int or n < 0 or len(shape) > _MAX_DIMENSIONS:
+            raise ProtocolError("bad_column", f"{name} has no valid shape")
+    return name, DTYPES[dtype], shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ from protocol.channel import Reply, Server
 from protocol.codec import Message
 from protocol.messages import AcquireSlot, Follow, Leave, Offer, Ok, Publish, Slot
 from services.broadcaster.ring import Ring, Snapshot
+from services.changes import Changes
 from services.member import Member
 from shared.config import Weights
 from shared.errors import ProtocolError
@@ -23,7 +23,7 @@ class Broadcaster:
 
     def __init__(self, weights: Weights) -> None:
         self._ring = Ring(weights.slots, weights.deadline_s)
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self.figures: dict[str, float] = {"weights/evictions": 0.0}
 
     async def handle(self, message: Message) -> Reply:
@@ -37,13 +37,13 @@ class Broadcaster:
                 snapshot = Snapshot(publish.slot, publish.lineage, publish.version, publish.manifest)
                 self._ring.publish(publish.path, snapshot)
                 log.info("snapshot", lineage=publish.lineage, version=publish.version, slot=publish.slot)
-                await self._notify()
+                self._changes.notify()
                 return Ok()
             case Follow() as follow:
                 return await self._follow(follow)
             case Leave() as leave:
                 self._ring.leave(leave.instance)
-                await self._notify()
+                self._changes.notify()
                 return Ok()
         raise ProtocolError("unknown_type", f"the broadcaster does not answer {message.body.type}")
 
@@ -71,7 +71,7 @@ class Broadcaster:
             offer = self._ring.offer(follow.instance, follow.lineage, follow.version)
             return offer is not None
 
-        await self._notify()  # what the rollout read before may be free now
+        self._changes.notify()  # what the rollout read before may be free now
         if offer is None:
             await self._until(newer, follow.wait_ms)
         if offer is None:
@@ -83,16 +83,8 @@ class Broadcaster:
     async def _until(self, condition: Callable[[], bool], wait_ms: int) -> None:
         """Wait until a condition holds, looking again every second because deadlines pass without an event."""
         end = time.monotonic() + wait_ms / 1000
-        while not condition() and (left := end - time.monotonic()) > 0:
-            try:
-                async with asyncio.timeout(min(left, RECHECK_S)), self._changed:
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        while not await self._changes.until(condition, min(wait_ms / 1000, RECHECK_S)) and time.monotonic() < end:
+            pass
 
 
 async def serve(broker: str, instance: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
 import numpy as np
 
 from protocol.codec import DTYPES
 from shared.errors import ProtocolError
-from shared.group import COLUMNS, TOKEN_COLUMNS, Columns, FinishReason, RewardStatus, TrajectoryGroup, split_ragged
+from shared.group import COLUMNS, TOKEN_COLUMNS, Columns, FinishReason, RewardStatus, TrajectoryGroup
 
 
 def check_columns(group: TrajectoryGroup, columns: Columns) -> None:
@@ -16,47 +20,63 @@ def check_columns(group: TrajectoryGroup, columns: Columns) -> None:
     """
     everything = group.columns | columns
     for name, array in columns.items():
-        dtype = _dtype(name)
-        if dtype is not None and array.dtype != DTYPES[dtype]:
+        dtype = _rule(name).dtype
+        if dtype is not None and array.dtype != dtype:
             raise ProtocolError("bad_column", f"{name} is {array.dtype}, expected {dtype}")
         if array.ndim != (2 if name == "versions" else 1):
             raise ProtocolError("bad_column", f"{name} has {array.ndim} dimensions")
     for name in columns:
-        if name.endswith("_offsets"):
+        if _rule(name).is_offsets:
             _check_offsets(name, everything)
     n_tokens, n_samples = len(everything.get("tokens", ())), len(everything.get("tokens_offsets", (0,))) - 1
     for name, array in columns.items():
-        if name in TOKEN_COLUMNS and len(array) != n_tokens:
+        rule = _rule(name)
+        if rule.one_a_token and len(array) != n_tokens:
             raise ProtocolError("bad_column", f"{name} has {len(array)} values for {n_tokens} tokens")
-        if _one_a_sample(name) and len(array) != n_samples:
+        if rule.one_a_sample and len(array) != n_samples:
             raise ProtocolError("bad_column", f"{name} has {len(array)} values for {n_samples} samples")
-        largest = max(FinishReason) if name == "finish_reasons" else max(RewardStatus) if "status" in name else None
-        if largest is not None and array.max(initial=0) > largest:
-            raise ProtocolError("bad_column", f"{name} holds a value above {largest}")
+        if rule.largest is not None and array.max(initial=0) > rule.largest:
+            raise ProtocolError("bad_column", f"{name} holds a value above {rule.largest}")
     if "versions" in columns:
         _check_versions(everything, group.min_version)
 
 
-def _dtype(name: str) -> str | None:
-    """The dtype that a column must have; None for those that only a run's own stages know."""
-    if name in COLUMNS:
-        return COLUMNS[name][0]
-    if name.endswith("_offsets"):
-        return "i8"
-    if name.startswith("signal_status/"):
-        return "u1"
-    return "f4" if name.startswith("signal/") else None
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a column must be. dtype: None for those that only a run's own stages know."""
+
+    dtype: np.dtype[Any] | None
+    is_offsets: bool
+    one_a_token: bool
+    one_a_sample: bool
+    largest: int | None
 
 
-def _one_a_sample(name: str) -> bool:
-    return name in ("finish_reasons", "rewards", "reward_status") or name.startswith(("signal/", "signal_status/"))
+@cache
+def _rule(name: str) -> _Rule:
+    """By the name of a column that a stage of the run provides."""
+    status = name.startswith("signal_status/")
+    signal = name.startswith("signal/")
+    is_offsets = name.endswith("_offsets")
+    dtype = (
+        COLUMNS[name][0] if name in COLUMNS else "i8" if is_offsets else "u1" if status else "f4" if signal else None
+    )
+    return _Rule(
+        dtype=None if dtype is None else DTYPES[dtype],
+        is_offsets=is_offsets,
+        one_a_token=name in TOKEN_COLUMNS,
+        one_a_sample=status or signal or name in ("finish_reasons", "rewards", "reward_status"),
+        largest=max(FinishReason) if name == "finish_reasons" else max(RewardStatus) if "status" in name else None,
+    )
 
 
 def _check_offsets(name: str, columns: Columns) -> None:
     """Cumulative lengths: as many as samples and one more, from 0 to the length of their column."""
     offsets, flat = columns[name], columns.get(name.removesuffix("_offsets"), ())
     samples = len(columns.get("tokens_offsets", offsets))
-    rising = len(offsets) > 0 and offsets[0] == 0 and offsets[-1] == len(flat) and bool((np.diff(offsets) >= 0).all())
+    rising = (
+        len(offsets) > 0 and offsets[0] == 0 and offsets[-1] == len(flat) and bool((offsets[1:] >= offsets[:-1]).all())
+    )
     if not rising or len(offsets) != samples:
         raise ProtocolError("bad_column", f"{name} are not the cumulative lengths of {samples - 1} samples")
 
@@ -66,6 +86,6 @@ def _check_versions(columns: Columns, min_version: int) -> None:
     runs = columns["versions"]
     if runs.shape[1] != 2 or (len(runs) and (runs[:, 1].min() < 1 or runs[:, 0].min() < min_version)):
         raise ProtocolError("bad_column", f"versions are not runs (version, tokens) from version {min_version} on")
-    counted = [int(part[:, 1].sum()) for part in split_ragged(runs, columns["versions_offsets"])]
-    if counted != np.diff(columns["tokens_offsets"]).tolist():
+    tokens = np.concatenate(([0], np.cumsum(runs[:, 1], dtype="i8")))[columns["versions_offsets"]]
+    if not np.array_equal(tokens, columns["tokens_offsets"]):
         raise ProtocolError("bad_column", "versions do not add up to the tokens of each sample")

@@ -8,22 +8,21 @@ ones go to the disk, and committed together, each time with the state of that mo
 from __future__ import annotations
 
 import asyncio
-import math
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgpack
-import numpy as np
 
-from protocol.codec import DTYPES, columns_to_frames
+from protocol.codec import columns_from_frames, columns_to_frames
 from services.broker.ledger import Entry
 from shared.errors import DataError, StrettoError
 from shared.group import Columns, Prompt, TrajectoryGroup
 
-FORMAT = 1
+FORMAT = 2
 APPLICATION_ID = 0x5374_7274
 """Tells SQLite files of ours from those of others."""
 FILE = "journal.sqlite"
@@ -82,7 +81,8 @@ class Journal:
     def complete(self, group_id: str, columns: Columns) -> None:
         """A stage has added these columns to a group; they must not change any more."""
         table, frames = columns_to_frames(columns)
-        self._write("INSERT INTO columns VALUES (?, ?, ?)", (group_id, msgpack.packb(table), b"".join(frames)))
+        layout = msgpack.packb([table, [len(frame) for frame in frames]])
+        self._write("INSERT INTO columns VALUES (?, ?, ?)", (group_id, layout, b"".join(frames)))
 
     def consume(self, version: int, group_ids: Sequence[str]) -> None:
         """The update that made `version` was made of these groups, in this order."""
@@ -195,7 +195,10 @@ class Journal:
             columns: Columns = {}
             parts = self._rows("SELECT layout, data FROM columns WHERE group_id = ? ORDER BY rowid", group_id)
             for layout, data in parts:
-                columns |= _cut(msgpack.unpackb(layout), data)
+                table, lengths = msgpack.unpackb(layout)
+                ends = list(accumulate(lengths, initial=0))
+                frames = [memoryview(data)[start:end] for start, end in pairwise(ends)]
+                columns |= columns_from_frames(table, frames)
             prompt = Prompt.from_wire(msgpack.unpackb(prompt, strict_map_key=False))
             group = TrajectoryGroup(group_id, "train", prompt, min_version, columns)
             turn = None if version is None else (version, place)
@@ -248,18 +251,9 @@ def _check(connection: sqlite3.Connection, file: Path, remedy: str) -> None:
     )
     if application != APPLICATION_ID:
         raise DataError(f"{file} is not a journal of Stretto but another SQLite file: {remedy}")
-    if format_ > FORMAT:
-        raise DataError(f"{file} has format {format_}, and this version of Stretto reads {FORMAT}: use a newer version")
+    if format_ != FORMAT:
+        other = "a newer" if format_ > FORMAT else "an older"
+        raise DataError(f"{file} has format {format_}, and this version of Stretto reads {FORMAT}: use {other} version")
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise DataError(f"the journal {file} is damaged ({verdict.splitlines()[-1]}): {remedy}")
-
-
-def _cut(table: list[Any], data: bytes) -> Columns:
-    """The columns whose bytes lie in `data` one after the other."""
-    columns, at = {}, 0
-    for name, dtype, shape in table:
-        count = math.prod(shape)
-        columns[name] = np.frombuffer(data, DTYPES[dtype], count, at).reshape(shape).copy()
-        at += columns[name].nbytes
-    return columns

@@ -78,6 +78,7 @@ class Ledger:
         self.life = 0
         self._last_batch: list[str] = []
         self._entries: dict[str, Entry] = {}
+        self._in_flight: Counter[Lane] = Counter()
         self._queues: dict[str, dict[str, Entry]] = {name: {} for name in self._stages}
         self._leases: dict[str, tuple[str, str]] = {}
         self._next_number = 0
@@ -99,7 +100,7 @@ class Ledger:
 
     def room(self) -> int:
         """How many training groups the gate admits now."""
-        return self.policy.room(self.version, self._in_flight("train"), len(self._entries))
+        return self.policy.room(self.version, self._in_flight["train"], len(self._entries))
 
     def admit(self, lane: Lane, prompt: Prompt) -> Entry:
         """A new group for a prompt. The caller has made sure that there is `room` for a training group."""
@@ -107,12 +108,10 @@ class Ledger:
         self._next_number += 1
         min_version = self.version
         if lane == "train":
-            min_version = self.policy.min_version(self.version, self._in_flight("train"))
+            min_version = self.policy.min_version(self.version, self._in_flight["train"])
         group = TrajectoryGroup(f"g{number:08d}", lane, prompt, min_version)
-        self._entries[group.group_id] = entry = Entry(group, number, self.version)
         self._counts[lane]["admitted"] += 1
-        self._open_stages(entry)
-        return entry
+        return self._enter(Entry(group, number, self.version))
 
     # Leases
 
@@ -168,9 +167,10 @@ class Ledger:
         again = [entry for entry in queue if entry.turn is not None and entry.turn[0] == self.version + 1]
         if again:
             return sorted(again, key=lambda entry: entry.turn or (0, 0))
-        ready = sorted(queue, key=lambda entry: (entry.group.oldest_version(), entry.number))
-        chosen = ready[:max_groups]
-        if len(ready) < min_groups or (self.policy.on_stale == "wait" and not self._leaves_in_time(chosen)):
+        if len(queue) < min_groups:
+            return []
+        chosen = sorted(queue, key=lambda entry: (entry.group.oldest_version(), entry.number))[:max_groups]
+        if self.policy.on_stale == "wait" and not self._leaves_in_time(chosen):
             return []
         return chosen
 
@@ -216,8 +216,7 @@ class Ledger:
         self._deaths_in_row[stage] = 0
         self._open_stages(entry)
         if entry.group.lane == "eval" and not entry.work:
-            del self._entries[group_id]
-            self._counts["eval"]["consumed"] += 1
+            self._remove(entry, "consumed")
             return [Evaluated(entry.group, entry.admitted_at)]
         if "rewards" in columns and self._is_to_be_replaced(entry.group):
             self._remove(entry, "dropped: equal rewards")
@@ -315,9 +314,7 @@ class Ledger:
             lost = set(group_ids) - {entry.group.group_id for entry in entries}
             raise ProtocolError("unknown_lease", f"not leased to the learner: {', '.join(sorted(lost)[:8])}")
         for entry in entries:
-            self._close(entry, self._last.name, entry.work[self._last.name])
-            del self._entries[entry.group.group_id]
-        self._counts["train"]["consumed"] += len(entries)
+            self._remove(entry, "consumed")
         self._replaced_since_commit = 0
         self.version, self._last_batch = version, list(group_ids)
         return [entry.group for entry in entries], self._drop_stale()
@@ -350,8 +347,7 @@ class Ledger:
         evaluations["admitted"] = evaluations.total() - evaluations["admitted"]
         self._last_batch = last_batch
         for entry in entries:
-            self._entries[entry.group.group_id] = entry
-            self._open_stages(entry, restored=True)
+            self._enter(entry, restored=True)
 
     def rewind(self, version: int, consumed: Iterable[Entry]) -> int:
         """The learner goes on from a checkpoint of `version`; returns the new lineage.
@@ -361,14 +357,20 @@ class Ledger:
         for entry in [entry for entry in self._entries.values() if entry.group.lane == "eval"]:
             self._remove(entry, "dropped: rewound")
         for entry in consumed:
-            self._entries[entry.group.group_id] = entry
             self._counts["train"]["consumed"] -= 1
-            self._open_stages(entry)
+            self._enter(entry)
         self.version, self._last_batch, self._replaced_since_commit = version, [], 0
         self.lineage += 1
         return self.lineage
 
     # Bookkeeping
+
+    def _enter(self, entry: Entry, *, restored: bool = False) -> Entry:
+        """A group is in flight from now on."""
+        self._entries[entry.group.group_id] = entry
+        self._in_flight[entry.group.lane] += 1
+        self._open_stages(entry, restored=restored)
+        return entry
 
     def _open_stages(self, entry: Entry, *, restored: bool = False) -> None:
         """Queue a group for each stage that it has become ready for."""
@@ -419,6 +421,7 @@ class Ledger:
         for stage, work in list(entry.work.items()):
             self._close(entry, stage, work)
         del self._entries[entry.group.group_id]
+        self._in_flight[entry.group.lane] -= 1
         self._counts[entry.group.lane][account] += 1
 
     def accounts(self) -> dict[str, dict[str, int | dict[str, int]]]:
@@ -439,20 +442,18 @@ class Ledger:
             "consumed": counts["consumed"],
             "dropped": {n.removeprefix("dropped: "): c for n, c in counts.items() if n.startswith("dropped: ")},
             "dead": counts["dead"],
-            "in_flight": self._in_flight(lane),
+            "in_flight": self._in_flight[lane],
             "queued": dict(queued),
             "leased": dict(leased),
         }
 
     def balance(self) -> dict[Lane, int]:
         """Admitted groups that are neither consumed, dropped, dead nor in flight, by lane: 0, or there is a fault."""
+        in_flight = Counter(entry.group.lane for entry in self._entries.values())
         return {
-            lane: counts["admitted"] - (counts.total() - counts["admitted"]) - self._in_flight(lane)
+            lane: counts["admitted"] - (counts.total() - counts["admitted"]) - in_flight[lane]
             for lane, counts in self._counts.items()
         }
-
-    def _in_flight(self, lane: Lane) -> int:
-        return sum(entry.group.lane == lane for entry in self._entries.values())
 
     def waiting(self, stage: str) -> Counter[Lane]:
         """How many groups of each lane nobody works on yet at a stage that is ready for them."""

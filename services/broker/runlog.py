@@ -34,7 +34,7 @@ class RunLog:
         """Append a line to `<file>.jsonl`."""
         if self.failure is None:
             try:
-                self._files[file].write(json.dumps(_finite(record)) + "\n")
+                self._files[file].write(_json(record) + "\n")
             except OSError as error:
                 self._fail(error)
 
@@ -69,7 +69,7 @@ class RunLog:
         """Replace status.json."""
         aside = self._folder / ".status.json.partial"
         try:
-            aside.write_text(json.dumps(_finite(status), indent=1))
+            aside.write_text(_json(status, indent=1))
             os.replace(aside, self._folder / "status.json")
         except OSError as error:
             self._fail(error)
@@ -101,8 +101,15 @@ def _open(path: Path) -> TextIO:
     return path.open("a", encoding="utf-8", buffering=1)
 
 
+def _json(value: Any, indent: int | None = None) -> str:
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent)
+    except (TypeError, ValueError):
+        return json.dumps(_finite(value), indent=indent)
+
+
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: null."""
+    """JSON has no NaN (null takes its place), and no NumPy scalars."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -43,6 +43,7 @@ from protocol.messages import (
 from services.broker.ledger import Grant
 from services.broker.roster import Roster
 from services.broker.run import Run
+from services.changes import Changes
 from shared.config import RunConfig
 from shared.errors import ProtocolError, RunStopped, StrettoError
 from shared.log import log
@@ -65,7 +66,7 @@ class Broker:
         self._roster = Roster(config.broker.heartbeat_s)
         self._clock = Clock(largest_step_s=config.broker.heartbeat_s)
         self._epoch = os.urandom(8).hex()
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         contacts = self.run_state.contacts
         self._server = Server.again(contacts.get("broker"), config.broker.bind, self.handle)
         contacts["broker"] = self._server.address
@@ -94,10 +95,7 @@ class Broker:
 
     async def _say_goodbye(self) -> None:
         """Wait until all services have seen that the run is over, or are taken for gone."""
-        try:
-            async with asyncio.timeout(GOODBYE_S), self._changed:
-                await self._changed.wait_for(lambda: len(self._roster) == 0)
-        except TimeoutError:
+        if not await self._changes.until(lambda: len(self._roster) == 0, GOODBYE_S):
             log.warning("services did not leave in time", left=[m["instance"] for m in self._roster.status(0.0)])
 
     # Requests
@@ -110,7 +108,7 @@ class Broker:
                 await self.run_state.journal.flush()
             except StrettoError as error:
                 self.run_state.stop("failed", str(error))
-                await self._notify()
+                self._changes.notify()
                 await asyncio.Event().wait()
         return reply
 
@@ -120,13 +118,11 @@ class Broker:
             raise ProtocolError("bad_column", f"{message.body.type} carries no columns")
         match message.body:
             case Heartbeat() as beat:
-                return await self._beat(beat)
+                return self._beat(beat)
             case LeaseRequest() as request:
                 return await self._lease(request)
             case Complete() as done:
-                # The frames belong to ZeroMQ's buffers, of which small ones share memory: own copies let go of them.
-                columns = {name: array.copy() for name, array in message.columns.items()}
-                run.complete(done.group_id, done.lease_id, columns)
+                run.complete(done.group_id, done.lease_id, message.columns)
                 self._progress_at = self._clock.now()
             case Fail() as failure:
                 run.take(run.ledger.fail(failure.group_id, failure.lease_id, failure.error, retry=failure.retry))
@@ -134,7 +130,7 @@ class Broker:
                 run.commit(commit)
                 self._progress_at = self._clock.now()
             case Hello() as hello:
-                return await self._hello(hello)
+                return self._hello(hello)
             case Locate() as locate:
                 return await self._locate(locate)
             case StatusRequest() as request:
@@ -153,14 +149,14 @@ class Broker:
                 self._leave(leave)
             case _:
                 raise ProtocolError("unknown_type", f"the broker does not answer {message.body.type}")
-        return await self._done()
+        return self._done()
 
-    async def _done(self) -> Ok:
+    def _done(self) -> Ok:
         self.run_state.end_if_done(learner_is_there=bool(self._roster.of("learner")))
-        await self._notify()
+        self._changes.notify()
         return Ok()
 
-    async def _hello(self, hello: Hello) -> Welcome:
+    def _hello(self, hello: Hello) -> Welcome:
         run = self.run_state
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError("bad_version", f"{hello.instance} speaks {hello.protocol}, not {PROTOCOL_VERSION}")
@@ -172,7 +168,7 @@ class Broker:
             run.contacts[hello.instance] = hello.address
             run.journal.note()
         log.info("hello", instance=hello.instance, host=hello.host, pid=hello.pid)
-        await self._done()
+        self._done()
         return Welcome(
             run_id=run.run_id,
             run_folder=str(run.folder),
@@ -186,7 +182,7 @@ class Broker:
             listened=listened,
         )
 
-    async def _beat(self, beat: Heartbeat) -> Pulse:
+    def _beat(self, beat: Heartbeat) -> Pulse:
         now, run = self._clock.now(), self.run_state
         if beat.instance not in self._roster:
             raise ProtocolError("not_member", f"{beat.instance[:64]!r} is not a member: say hello")
@@ -198,7 +194,7 @@ class Broker:
         except (TypeError, ValueError, AttributeError) as error:
             raise ProtocolError("bad_header", f"stats of {beat.instance}: {error}") from None
         run.ledger.extend(beat.instance, now)
-        await self._notify()
+        self._changes.notify()
         return Pulse(
             lineage=run.ledger.lineage,
             version=run.ledger.version,
@@ -277,7 +273,7 @@ class Broker:
             self._check_progress(now)
             if failure := run.log.failure:
                 run.stop("failed", failure)
-            await self._done()
+            self._done()
             await self._until(lambda: run.stop_reason is not None, int(self.config.broker.heartbeat_s * 500))
         run.log.status(self.status())
         self._publish("shutdown")
@@ -294,19 +290,9 @@ class Broker:
         ledger = self.run_state.ledger
         self._events.publish(Event(kind=kind, lineage=ledger.lineage, version=ledger.version))
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     async def _until(self, condition: Callable[[], bool], wait_ms: int) -> None:
         """Wait until a condition on the state holds, or the time is over."""
-        if condition():
-            return
-        try:
-            async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError:
-            pass
+        await self._changes.until(condition, min(wait_ms, MAX_WAIT_MS) / 1000)
 
     def status(self) -> dict[str, Any]:
         """A snapshot of the run and its members, of plain values; the keys are described in protocol/SPEC.md."""

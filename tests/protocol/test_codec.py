@@ -34,12 +34,32 @@ def test_bfloat16_travels_as_its_bits():
     assert decode(encode(Message(Ok(), {"x": column}))).columns["x"].tolist() == [1.5, -2.0]
 
 
-def test_a_decoded_column_is_a_read_only_view():
-    frames = encode(Message(Ok(), {"x": np.arange(4, dtype="i4")}))
-    column = decode(frames).columns["x"]
-    assert np.shares_memory(column, np.frombuffer(frames[1], dtype="u1"))
-    with pytest.raises(ValueError, match="read-only"):
-        column[0] = 1
+def test_small_columns_share_a_frame_and_large_ones_have_their_own():
+    columns = {
+        "a": np.arange(3, dtype="i4"),
+        "large": np.arange(4096, dtype="i4"),
+        "b": np.array([True]),
+        "larger": np.zeros((2, 4096), dtype="f8"),
+        "none": np.zeros(0, dtype="f4"),
+        "c": np.array([7], dtype="i8"),
+    }
+    _, small, *large = (bytes(frame) for frame in encode(Message(Ok(), columns)))
+    assert small.hex(" ", 8) == "0000000001000000 0200000000000000 0100000000000000 0700000000000000"
+    assert large == [columns["large"].tobytes(), columns["larger"].tobytes()]
+
+
+def test_a_column_just_below_the_size_of_a_frame_of_its_own_is_packed():
+    columns = {"packed": np.zeros(16_383, dtype="u1"), "own": np.zeros(16_384, dtype="u1")}
+    assert [len(frame) for frame in encode(Message(Ok(), columns))[1:]] == [16_384, 16_384]
+
+
+def test_decoded_columns_are_read_only_and_large_ones_are_not_copied():
+    frames = encode(Message(Ok(), {"large": np.arange(4096, dtype="i4"), "small": np.arange(4, dtype="i4")}))
+    columns = decode(frames).columns
+    assert np.shares_memory(columns["large"], np.frombuffer(frames[2], dtype="u1"))
+    for column in columns.values():
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 1
 
 
 def test_a_strided_column_arrives_in_order():
@@ -83,12 +103,16 @@ def header(**changes):
         ([header(body={"reason": 3})], "bad_header"),
         ([header(body={"reason": msgpack.Timestamp(0)})], "bad_header"),
         ([header(columns=[["x", "i4", [2]]])], "bad_frame"),
-        ([header(columns=[["x", "i4", [2]]]), b"1234"], "bad_column"),
+        ([header(columns=[["x", "i4", [2]]]), b"1234"], "bad_frame"),
+        ([header(columns=[["x", "i4", [1]]]), b"1234"], "bad_frame"),
+        ([header(columns=[["x", "i4", [4096]]]), bytes(16_383)], "bad_frame"),
+        ([header(columns=[["x", "i4", [1]]]), b"12341234", b""], "bad_frame"),
         ([header(columns=[["x", "O", [1]]]), b"12345678"], "bad_column"),
         ([header(columns=[["x", "i4", [-1, -1]]]), b"1234"], "bad_column"),
         ([header(columns=[["x", "i4", [True]]]), b"1234"], "bad_column"),
-        ([header(columns=[["x", "bool", [2]]]), b"\x01\x02"], "bad_column"),
-        ([header(columns=[["x", "u1", [1]], ["x", "u1", [1]]]), b"1", b"2"], "bad_column"),
+        ([header(columns=[["x", "i4", [0, 2**62, 2**62]]]), b""], "bad_column"),
+        ([header(columns=[["x", "bool", [2]]]), b"\x01\x02" + bytes(6)], "bad_column"),
+        ([header(columns=[["x", "u1", [1]], ["x", "u1", [1]]]), bytes(16)], "bad_column"),
         ([header(columns=[["x", "u1", [1]]] * 65_537)], "bad_header"),
         ([b"\x00" * (9 << 20)], "too_large"),
     ],
