@@ -229,7 +229,8 @@ class Server:
             return
         try:
             message = decode(frames, self._limits)
-            if peer.running >= MAX_RUNNING_OF_A_PEER:
+            is_new = message.id not in self._running and message.id not in self._answers
+            if is_new and peer.running >= MAX_RUNNING_OF_A_PEER:
                 raise ProtocolError("too_many", f"{MAX_RUNNING_OF_A_PEER} requests of one peer at once are enough")
         except ProtocolError as error:
             peer.refuse(time.monotonic())
@@ -238,7 +239,7 @@ class Server:
         self._asked_by[message.id] = route
         if message.id in self._answers:
             await self._answer(message.id, self._answers[message.id])
-        elif message.id not in self._running:
+        elif is_new:
             size = _size(frames) if message.columns else 0
             peer.running += 1
             self._running_bytes += size

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from protocol import channel
 from protocol.channel import Client, Server
-from protocol.codec import Limits, Message, encode
+from protocol.codec import Limits, Message, decode, encode
 from protocol.messages import Drain, Heartbeat, Locate, Located, Ok, Pulse
 from shared.errors import ConfigError, ProtocolError, Unreachable
 
@@ -222,6 +222,27 @@ async def test_a_peer_has_only_so_many_requests_under_way(monkeypatch):
         await asyncio.gather(*waiting)
         await client.request(Drain(reason="r"), Ok)
         await other.close()
+
+
+async def test_a_peer_at_its_limit_may_repeat_what_is_under_way(monkeypatch):
+    monkeypatch.setattr(channel, "MAX_RUNNING_OF_A_PEER", 1)
+    gate = asyncio.Event()
+
+    async def handle(message):
+        await gate.wait()
+        return Ok()
+
+    async with serving(handle) as (server, _):
+        peer = raw_peer(server)
+        request = encode(Message(Drain(reason="r")))
+        await peer.send_multipart(request)
+        await peer.send_multipart(request)
+        await peer.send_multipart(encode(Message(Drain(reason="too many"))))
+        assert decode(await peer.recv_multipart()).body.code == "too_many"
+        gate.set()
+        assert decode(await peer.recv_multipart()) == Message(Ok(), {}, decode(request).id)
+        assert server.refused == {"too_many": 1}
+        peer.close(linger=0)
 
 
 async def test_requests_beyond_the_bytes_that_may_be_under_way_wait_in_the_socket(monkeypatch):
