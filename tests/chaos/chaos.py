@@ -75,8 +75,10 @@ class Chaos:
     async def inject(self, faults: int) -> None:
         """One fault after the other, each once the run goes on; some while the one before is still being mended."""
         kinds = [(i, kind) for i in self.instances for kind in ("kill", "stop")]
+        deck: list[tuple[str, str]] = []
         for number in range(1, faults + 1):
-            instance, kind = self.random.choice(kinds)
+            deck = deck or self.random.sample(kinds, len(kinds))  # each as often as the others
+            instance, kind = deck.pop()
             began = time.monotonic()
             pid = self.run.pids.get(instance)
             if pid is None:  # it is being started again, which is a fault already

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 from collections import defaultdict
 
 import pytest
 
+from services.broker.journal import FILE
 from shared.config import load_config
+from shared.errors import RunStopped
 from stretto import launcher
 from stretto.launcher import LocalRun
 
@@ -71,6 +74,27 @@ async def test_a_run_whose_every_process_is_killed_goes_on_with_what_it_had(work
     assert (train["admitted"], train["consumed"], train["in_flight"]) == (48, 48, 0)
     rows = [r["row"] for r in {r["group"]: r for r in read_lines(workplace.run_folder / "samples.jsonl")}.values()]
     assert len(set(rows)) == 30  # an epoch of 30 rows, and a part of the next
+
+
+async def test_a_disk_that_is_full_ends_the_run_and_all_up_to_then_is_intact(workplace):
+    config = load_config(workplace.write(steps=200, checkpoint={"every": 4}))
+    run = LocalRun(config, workplace.run_folder)
+    await run.start()
+    async with asyncio.timeout(150):
+        while (await run.status(wait_version=6, wait_s=60.0))["version"] < 6:
+            pass
+        journal = workplace.run_folder / f"{FILE}-wal"
+        resource.prlimit(run.pids["broker"], resource.RLIMIT_FSIZE, (journal.stat().st_size + (64 << 10),) * 2)
+        with pytest.raises(RunStopped, match=r"journal .* cannot be written .*make room for it and go on with --resume"):
+            await run.wait()
+    stopped = json.loads((workplace.run_folder / "status.json").read_text())
+    config = load_config(workplace.write(steps=stopped["version"] + 4, checkpoint={"every": 4}))
+    done = await asyncio.to_thread(workplace.stretto, "train", workplace.folder / "config.yaml", "--plain", "--resume")
+    assert done.returncode == 0, done.stderr
+    status = json.loads((workplace.run_folder / "status.json").read_text())
+    assert (status["state"], status["version"]) == ("finished", config.steps)
+    train = status["groups"]["train"]
+    assert (train["admitted"], train["consumed"], train["in_flight"]) == (4 * config.steps, 4 * config.steps, 0)
 
 
 def test_two_replays_give_the_same_weights_and_the_losses_of_the_run(workplace):
