@@ -124,7 +124,7 @@ def summary(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("trained a second", f"{number(figures['sequences_per_s'])} samples, {number(figures['tokens_per_s'])} tokens"),
         ("overlap", "-" if overlap is None else f"{overlap:.0%} of the learner's busy time a rollout generates"),
         ("staleness", f"{number(figures['staleness_mean'])} versions, at most {number(figures['staleness_max'])}"),
-        ("drift", f"{number(figures['drift_mean'])} mean |learner − engine| log-prob"),
+        ("drift", f"{number(figures['drift_mean'])} mean distance of learner and engine, log-prob"),
         ("pace", figures["bottleneck"]),
     ]
 
