@@ -125,7 +125,7 @@ async def carry(address: str, size: int, steps: int) -> float:
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
-        workers = [tasks.create_task(work(stage)) for stage in ("rollout", "rollout", "reward", "reward")]
+        workers = [tasks.create_task(work(stage)) for stage in ("rollout", "rollout", "reward", "reward") * 4]
         await learn()
         seconds = time.perf_counter() - started
         for worker in workers:

@@ -11,7 +11,7 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,7 +38,7 @@ CREATE TABLE groups (
     admitted_at INTEGER NOT NULL, consumed INTEGER NOT NULL DEFAULT 0, version INTEGER, place INTEGER
 );
 CREATE INDEX by_version ON groups (version);
-CREATE TABLE columns (group_id TEXT NOT NULL, layout BLOB NOT NULL, data BLOB NOT NULL);
+CREATE TABLE columns (group_id TEXT NOT NULL, data BLOB NOT NULL);
 CREATE INDEX by_group ON columns (group_id);
 CREATE TABLE dead_letters (group_id TEXT PRIMARY KEY, letter BLOB NOT NULL);
 """
@@ -71,18 +71,21 @@ class Journal:
 
     # Writing: each call queues what happened; `flush` waits for it to be in the file.
 
-    def admit(self, entry: Entry) -> None:
-        """A training group exists."""
+    def admit(self, entry: Entry) -> int:
+        """A training group exists. Returns what `flush` takes."""
         group = entry.group
         prompt = msgpack.packb(group.prompt.to_wire())
         row = (entry.number, group.group_id, prompt, group.min_version, entry.admitted_at)
         self._write("INSERT INTO groups VALUES (?, ?, ?, ?, ?, 0, NULL, NULL)", row)
+        return self._written
 
-    def complete(self, group_id: str, columns: Columns) -> None:
-        """A stage has added these columns to a group; they must not change any more."""
+    def complete(self, group_id: str, columns: Columns) -> int:
+        """A stage has added these columns to a group; they must not change any more. Returns what `flush` takes."""
         table, frames = columns_to_frames(columns)
-        layout = msgpack.packb([table, [len(frame) for frame in frames]])
-        self._write("INSERT INTO columns VALUES (?, ?, ?)", (group_id, layout, b"".join(frames)))
+        self._write("INSERT INTO columns VALUES (?, ?)", (group_id, msgpack.packb([table, len(frames)])))
+        for frame in frames:
+            self._write("INSERT INTO columns VALUES (?, ?)", (group_id, frame))
+        return self._written
 
     def consume(self, version: int, group_ids: Sequence[str]) -> None:
         """The update that made `version` was made of these groups, in this order."""
@@ -122,9 +125,12 @@ class Journal:
             self._queue.append((statement, parameters))
             self._written += 1
 
-    async def flush(self) -> None:
-        """Wait until all that was written is in the file. Raises StrettoError where it cannot be written (any more)."""
-        target = self._written
+    async def flush(self, upto: int | None = None) -> None:
+        """Wait until all that was written up to some point is in the file, by default up to now.
+
+        Raises StrettoError where it cannot be written (any more).
+        """
+        target = self._written if upto is None else upto
         while self._committed < target:
             if self.failure is not None:
                 raise self.failure
@@ -193,12 +199,10 @@ class Journal:
             f"SELECT {fields} FROM groups WHERE {condition}", *parameters
         ):
             columns: Columns = {}
-            parts = self._rows("SELECT layout, data FROM columns WHERE group_id = ? ORDER BY rowid", group_id)
-            for layout, data in parts:
-                table, lengths = msgpack.unpackb(layout)
-                ends = list(accumulate(lengths, initial=0))
-                frames = [memoryview(data)[start:end] for start, end in pairwise(ends)]
-                columns |= columns_from_frames(table, frames)
+            rows = iter(self._rows("SELECT data FROM columns WHERE group_id = ? ORDER BY rowid", group_id))
+            for (data,) in rows:
+                table, n_frames = msgpack.unpackb(data)
+                columns |= columns_from_frames(table, [memoryview(frame) for (frame,) in islice(rows, n_frames)])
             prompt = Prompt.from_wire(msgpack.unpackb(prompt, strict_map_key=False))
             group = TrajectoryGroup(group_id, "train", prompt, min_version, columns)
             turn = None if version is None else (version, place)

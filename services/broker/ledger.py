@@ -44,12 +44,14 @@ class Entry:
 
     number: order of admission; admitted_at: version at that time, which is the one an evaluation group is for.
     turn: version and place in its batch, where an update had consumed it before the run was rewound.
+    written: up to where the journal must be flushed to hold the group as it is.
     """
 
     group: TrajectoryGroup
     number: int
     admitted_at: int
     turn: tuple[int, int] | None = None
+    written: int = 0
     work: dict[str, Work] = field(default_factory=dict)
 
 
@@ -93,10 +95,9 @@ class Ledger:
         """Whether nothing was ever admitted."""
         return self._next_number == 0
 
-    def lane(self, group_id: str) -> Lane | None:
-        """The lane of a group in flight; None for any other."""
-        entry = self._entries.get(group_id)
-        return None if entry is None else entry.group.lane
+    def entry(self, group_id: str) -> Entry | None:
+        """A group in flight; None for any other."""
+        return self._entries.get(group_id)
 
     def room(self) -> int:
         """How many training groups the gate admits now."""

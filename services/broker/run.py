@@ -138,7 +138,8 @@ class Run:
         waiting = self.ledger.waiting(request.stage)
         share = -(-(waiting["train"] + room) // max(1, rollouts))
         for _ in range(min(room, min(wanted, share) - waiting["train"])):
-            self.journal.admit(self.ledger.admit("train", self._source.draw()))
+            entry = self.ledger.admit("train", self._source.draw())
+            entry.written = self.journal.admit(entry)
         return share + waiting["eval"]
 
     def _admit_evaluation(self) -> None:
@@ -149,10 +150,10 @@ class Run:
 
     def complete(self, group_id: str, lease_id: str, columns: Columns) -> None:
         """A stage has added these columns to a group."""
-        lane = self.ledger.lane(group_id)
+        entry = self.ledger.entry(group_id)
         happened = self.ledger.complete(group_id, lease_id, columns)
-        if lane == "train":
-            self.journal.complete(group_id, columns)
+        if entry is not None and entry.group.lane == "train":
+            entry.written = self.journal.complete(group_id, columns)
         self._pace.generated(len(columns.get("tokens", ())))
         self.take(happened)
 

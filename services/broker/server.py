@@ -52,8 +52,8 @@ GOODBYE_S = 10.0
 """How long the broker stays after the end of a run, for services and viewers to see it."""
 MAX_WAIT_MS = 600_000
 MAX_CONTACTS = 1024
-LASTING = (Hello, LeaseRequest, Complete, Fail, Commit, Checkpointed, Resume, Requeue)
-"""Requests that are answered once what they changed is in the journal."""
+LASTING = (Hello, Complete, Fail, Commit, Checkpointed, Resume, Requeue)
+"""Requests that are answered once what they changed is in the journal. A lease waits for its own groups alone."""
 
 
 class Broker:
@@ -104,13 +104,16 @@ class Broker:
         """The answer to a request. There is none any more once the journal cannot be written."""
         reply = await self._carry_out(message)
         if isinstance(message.body, LASTING):
-            try:
-                await self.run_state.journal.flush()
-            except StrettoError as error:
-                self.run_state.stop("failed", str(error))
-                self._changes.notify()
-                await asyncio.Event().wait()
+            await self._flush()
         return reply
+
+    async def _flush(self, upto: int | None = None) -> None:
+        try:
+            await self.run_state.journal.flush(upto)
+        except StrettoError as error:
+            self.run_state.stop("failed", str(error))
+            self._changes.notify()
+            await asyncio.Event().wait()
 
     async def _carry_out(self, message: Message) -> Reply:
         run = self.run_state
@@ -227,6 +230,7 @@ class Broker:
             return bool(grants)
 
         await self._until(answered, request.wait_ms)
+        await self._flush(max((grant.entry.written for grant in grants), default=0))
         leases = [
             Lease(
                 lease_id=grant.lease_id,

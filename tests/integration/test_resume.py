@@ -85,7 +85,9 @@ async def test_a_disk_that_is_full_ends_the_run_and_all_up_to_then_is_intact(wor
             pass
         journal = workplace.run_folder / f"{FILE}-wal"
         resource.prlimit(run.pids["broker"], resource.RLIMIT_FSIZE, (journal.stat().st_size + (64 << 10),) * 2)
-        with pytest.raises(RunStopped, match=r"journal .* cannot be written .*make room for it and go on with --resume"):
+        with pytest.raises(
+            RunStopped, match=r"journal .* cannot be written .*make room for it and go on with --resume"
+        ):
             await run.wait()
     stopped = json.loads((workplace.run_folder / "status.json").read_text())
     config = load_config(workplace.write(steps=stopped["version"] + 4, checkpoint={"every": 4}))

@@ -82,7 +82,7 @@ async def test_consumed_groups_are_given_back_in_their_order_until_a_checkpoint_
     journal.close()
     with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as connection:
         assert connection.execute("SELECT count(*) FROM groups").fetchone() == (3,)
-        assert connection.execute("SELECT count(*) FROM columns").fetchone() == (3,)
+        assert connection.execute("SELECT count(*) FROM columns").fetchone() == (6,)
 
 
 async def test_dead_letters_are_kept_until_they_are_given_back(tmp_path):
