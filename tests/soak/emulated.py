@@ -1,4 +1,4 @@
-"""Stands in for `python -m stretto` in tests/soak/soak.py: `emulated.py serve SERVICE …` runs a service without a model.
+"""Stands in for `python -m stretto` in soak.py: `emulated.py serve SERVICE …` runs a service without a model.
 
 Everything is the real thing but the policy, which is a table: the log-prob of a token is its entry, whatever came
 before it. The engine draws tokens at random, the learner trains the table.

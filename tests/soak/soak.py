@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -138,7 +137,9 @@ class Figures:
 
     def faults(self, max_growth: float) -> list[str]:
         """What is wrong with a process that lives for weeks."""
-        found = [f"{name} grew by {self.growth(name):.2%}" for name in ("rss",) if self.growth(name) >= max_growth]
+        found = []
+        if (growth := self.growth("rss")) >= max_growth:
+            found.append(f"resident memory grew by {growth:.2%}")
         for name in ("files", "threads"):
             before, after = getattr(self.before, name), getattr(self.after, name)
             if before != after:
@@ -162,7 +163,7 @@ def verdict(samples: dict[str, list[Sample]], max_growth: float) -> list[str]:
 def table(samples: dict[str, list[Sample]]) -> list[str]:
     """Figures by process."""
     lines = [
-        "| process | RSS MiB after warm-up | at the end | growth | USS MiB | at the end | growth | files | threads | RSS |",
+        "| process | RSS MiB | at the end | growth | USS MiB | at the end | growth | files | threads | RSS |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for instance, seen in samples.items():
@@ -178,7 +179,7 @@ def table(samples: dict[str, list[Sample]]) -> list[str]:
 
 def sparkline(values: list[int], width: int = 30) -> str:
     """The values as a row of bars, the lowest flat and the highest full."""
-    chosen = [values[i * len(values) // width] for i in range(width)] if len(values) > width else values
+    chosen = [values[i * (len(values) - 1) // (width - 1)] for i in range(width)] if len(values) > width else values
     low, high = min(chosen), max(chosen)
     return "".join(BARS[(v - low) * (len(BARS) - 1) // max(high - low, 1)] for v in chosen)
 
@@ -241,6 +242,7 @@ def main() -> int:
     print(f"{arguments.steps} steps, {watch.steps_per_s:.0f} a second")
     print(*(faults or ["every process kept its bounds"]), sep="\n")
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         samples = {instance: [asdict(sample) for sample in seen] for instance, seen in watch.samples.items()}
         figures = {"steps": arguments.steps, "steps_per_s": watch.steps_per_s, "faults": faults, "samples": samples}
         arguments.json.write_text(json.dumps(figures, indent=1))
