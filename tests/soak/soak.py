@@ -39,7 +39,10 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at a process. rss: resident bytes; uss: those of them that no other process shares."""
+    """One look at a process. rss: resident bytes; uss: those of them that no other process shares.
+
+    Only rss is judged: uss also rises where another process ends that had the same libraries open.
+    """
 
     version: int
     rss: int
