@@ -4,7 +4,7 @@ STRETTO_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint chaos fuzz format clean
+.PHONY: help demo test lint chaos fuzz soak format clean
 
 help:
 	@echo "make demo    install, pull a small model, and train it on the arithmetic example (about 10 minutes on 2 cores)"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make chaos   kill and stop the services of a run 200 times (about 15 minutes)"
 	@echo "make fuzz    send a million mutated messages (about 10 minutes)"
+	@echo "make soak    50,000 steps of an emulated model: no service may grow (about 20 minutes)"
 	@echo "make format  let ruff format the code"
 	@echo "make clean   remove the environment and the runs"
 
@@ -47,6 +48,9 @@ chaos: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev
 	$(BIN)/python tests/protocol/fuzz.py --messages 1000000
+
+soak: $(VENV)/.dev
+	$(BIN)/python tests/soak/soak.py --steps 50000 --json runs/soak.json
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -267,7 +267,8 @@ class Server:
             self._running_bytes -= size
             peer.running -= 1
         frames = encode(Message(body, columns, message.id))
-        self._remember(message.id, frames)
+        if not message.body.only_reads:
+            self._remember(message.id, frames)
         await self._answer(message.id, frames)
 
     async def _refuse(self, route: bytes, message_id: bytes | None, error: ProtocolError) -> None:

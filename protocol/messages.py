@@ -20,10 +20,14 @@ Service = Literal["rollout", "reward", "reference", "critic", "learner", "broadc
 
 
 class Body(BaseModel):
-    """Base of all bodies: unknown, missing and mistyped fields are refused."""
+    """Base of all bodies: unknown, missing and mistyped fields are refused.
+
+    only_reads: it changes nothing, so its answer, which may be large, need not be remembered to be repeated.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: ClassVar[str]
+    only_reads: ClassVar[bool] = False
 
 
 class Hello(Body):
@@ -181,6 +185,7 @@ class StatusRequest(Body):
     """Ask for a snapshot of the run; `wait_version` waits until that version is committed. Answered by Status."""
 
     type = "status"
+    only_reads = True
     wait_version: int | None = None
     wait_ms: int = 0
 
@@ -203,6 +208,7 @@ class DeadLettersRequest(Body):
     """Ask for the groups that failed too often. Answered by DeadLetters."""
 
     type = "dead_letters"
+    only_reads = True
 
 
 class DeadLetters(Body):

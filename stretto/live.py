@@ -28,7 +28,7 @@ class PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._version = 0
-        self._evaluations = 0
+        self._evaluations: list[dict[str, Any]] = []
         self._checked = False
         self._saved_version = 0
         self._warnings: list[str] = []
@@ -44,9 +44,10 @@ class PlainView:
         if not self._checked and (line := self_check_line(status)):
             self._checked = True
             self._print(line)
-        for result in status["evaluations"][self._evaluations :]:
-            self._print(evaluation_line(result))
-        self._evaluations = len(status["evaluations"])
+        for result in status["evaluations"]:
+            if result not in self._evaluations:
+                self._print(evaluation_line(result))
+        self._evaluations = status["evaluations"]
         for record in status["history"]:
             if record["version"] > self._version:
                 self._print(step_line(record, status))

@@ -10,30 +10,39 @@ import numpy as np
 from shared.config import RunConfig
 from shared.group import Prompt, RewardStatus, TrajectoryGroup
 
+KEPT_RESULTS = 100
+"""Newest results that are kept beside the first: they go into every status and every write of the journal. The file
+evaluations.jsonl has them all."""
+
 
 @dataclass(slots=True)
 class Round:
-    """The evaluation of one version: groups still expected, and those that are done."""
+    """The evaluation of one version, while it is under way: groups still expected, and those that are done."""
 
     open: int
     done: list[TrajectoryGroup] = field(default_factory=list)
 
 
 class Evaluations:
-    """The evaluations of a run, at the first version, each `every` versions and the last. results: in their order."""
+    """The evaluations of a run, at the first version, each `every` versions and the last.
+
+    results: the first and the newest, in their order.
+    """
 
     def __init__(self, config: RunConfig, prompts: list[Prompt], total_steps: int) -> None:
         self._config = config
         self._prompts = prompts
         self._total_steps = total_steps
-        self._rounds: dict[int, Round] = {}
+        self._rounds: dict[int, Round] = {}  # those under way
+        self._newest = -1
         self._overdue = False
         self.results: list[dict[str, Any]] = []
 
     def restore(self, results: list[dict[str, Any]], *, unfinished: bool) -> None:
         """Go on after a restart of the broker. unfinished: an evaluation was under way, and is due again."""
         self.results = results
-        self._rounds = {result["version"]: Round(open=0) for result in results}
+        self._rounds = {}
+        self._newest = max((result["version"] for result in results), default=-1)
         self._overdue = unfinished
 
     def rewind(self, version: int) -> None:
@@ -44,14 +53,15 @@ class Evaluations:
     @property
     def unfinished(self) -> bool:
         """Whether an evaluation is under way or overdue."""
-        return self._overdue or any(round_.open for round_ in self._rounds.values())
+        return self._overdue or bool(self._rounds)
 
     def due(self, version: int) -> list[Prompt]:
         """The prompts to evaluate at a version that has just been reached; told once, and empty when none is due."""
-        first = not self._rounds
+        first = self._newest < 0
         wanted = first or self._overdue or version % self._config.evaluation.every == 0 or version == self._total_steps
-        if not self._prompts or not wanted or version in self._rounds:
+        if not self._prompts or not wanted or version <= self._newest:
             return []
+        self._newest = version
         self._rounds[version] = Round(open=len(self._prompts))
         self._overdue = False
         return self._prompts
@@ -67,16 +77,17 @@ class Evaluations:
 
     def complete(self, version: int) -> bool:
         """Whether nothing is left to evaluate once `version` is the last."""
-        wanted = not self._prompts or version in self._rounds
-        return wanted and all(not r.open for r in self._rounds.values())
+        return (not self._prompts or self._newest == version) and not self._rounds
 
     def _close_one(self, scheduled: int) -> dict[str, Any] | None:
         round_ = self._rounds[scheduled]
         round_.open -= 1
         if round_.open:
             return None
+        del self._rounds[scheduled]
         result = self._result(scheduled, round_)
         self.results.append(result)
+        del self.results[1:-KEPT_RESULTS]
         return result
 
     def _result(self, scheduled: int, round_: Round) -> dict[str, Any]:

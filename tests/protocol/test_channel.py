@@ -75,6 +75,16 @@ async def test_a_repeated_request_is_carried_out_once_and_gets_the_same_answer(m
         assert len(calls) == 1 and answers[0] == answers[1] == answers[2]
 
 
+async def test_a_repeated_request_that_only_reads_is_answered_anew_and_its_answer_is_not_kept():
+    async def handle(message):
+        return Status(status={"answers": len(server._answers)})
+
+    async with serving(handle) as (server, client):
+        for _ in range(2):
+            answer, _ = await client.request(StatusRequest(), Status)
+            assert answer.status == {"answers": 0}
+
+
 async def test_a_lost_request_is_sent_again_until_the_server_is_there(monkeypatch):
     monkeypatch.setattr(channel, "RETRY_S", 0.05)
     probe = Server("tcp://127.0.0.1:0", None)

@@ -68,6 +68,16 @@ def test_evaluations_checkpoints_and_warnings_are_lines_that_come_once() -> None
     assert printed.count("warning: rollout-0 was not heard of any more") == 1
 
 
+def test_a_new_evaluation_is_a_line_also_where_the_status_has_forgotten_an_older_one() -> None:
+    results = [STATUS["evaluations"][0] | {"version": version} for version in (0, 20, 40)]
+    printed = lines(STATUS | {"evaluations": results[:2]}, STATUS | {"evaluations": [results[0], results[2]]})
+    assert [line.split(":")[0] for line in printed if line.startswith("evaluation")] == [
+        "evaluation at version 0",
+        "evaluation at version 20",
+        "evaluation at version 40",
+    ]
+
+
 def test_the_terminal_shows_progress_account_services_and_bottleneck() -> None:
     out = io.StringIO()
     Console(file=out, width=160).print(draw(STATUS, ["reward-0: it fell over; started again in 1 s"]))

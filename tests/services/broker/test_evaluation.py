@@ -102,3 +102,23 @@ def test_all_is_evaluated_once_the_last_round_is_done(open_groups):
     for _ in range(open_groups):
         rounds.add(group(1.0), 7)
     assert rounds.complete(7)
+
+
+def test_of_many_evaluations_the_first_result_and_the_newest_stay_and_no_group_of_them():
+    rounds = evaluations(every=1, total_steps=1000)
+    for version in range(300):
+        for _ in rounds.due(version):
+            rounds.add(group(1.0), version)
+    assert [result["version"] for result in rounds.results] == [0, *range(200, 300)]
+    assert rounds._rounds == {}
+
+
+def test_what_was_evaluated_is_not_due_again_after_a_restart_or_a_rewind():
+    rounds = evaluations(every=3, total_steps=9)
+    for version in (0, 3, 6):
+        for _ in rounds.due(version):
+            rounds.add(group(1.0), version)
+    rounds.restore(rounds.results, unfinished=False)
+    assert rounds.due(6) == []
+    rounds.rewind(4)
+    assert rounds.due(3) == [] and rounds.due(6) == PROMPTS
