@@ -7,6 +7,7 @@ there: transfer.py.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -211,6 +212,8 @@ class VllmEngine:
         llm, self.llm = self.llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_S)
+            del llm
+            gc.collect()  # what vLLM does when it is collected fails at the end of the process
 
     async def _last_output(self, tokens: list[int], params: Any, request_id: str) -> Any:
         # Blocks of the prefix cache are found by the salt too: those of older weights never again.
