@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
@@ -23,25 +24,24 @@ OURS = {
 }  # fmt: skip
 
 
-def import_vllm() -> Any:
-    """The package. Raises ConfigError where it is not installed."""
+def check(rollout: Rollout) -> None:
+    """Raise ConfigError where vLLM is not installed, or rollout.vllm.args sets what other settings decide."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("rollout.engine is vllm, which is not installed: pip install 'stretto[vllm]'")
+    taken = sorted(OURS & set(rollout.vllm.args))
+    if taken:
+        raise ConfigError(f"rollout.vllm.args sets {', '.join(taken)}, which other settings of the run decide: remove")
+
+
+def set_environment() -> None:
+    """Set what vLLM reads from the environment when it is imported, but for what the user has set."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
-        import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise ConfigError("rollout.engine is vllm, which is not installed: pip install 'stretto[vllm]'") from None
-    return vllm
 
 
 def engine_arguments(folder: str, tokenizer: str, rollout: Rollout, *, is_cpu: bool) -> dict[str, Any]:
-    """Keyword arguments for AsyncEngineArgs. Raises ConfigError where rollout.vllm.args sets what others set."""
+    """Keyword arguments for AsyncEngineArgs."""
     settings = rollout.vllm
-    taken = sorted(OURS & set(settings.args))
-    if taken:
-        raise ConfigError(f"rollout.vllm.args sets {', '.join(taken)}, which other settings of the run decide: remove")
     arguments: dict[str, Any] = {
         "model": folder,
         "tokenizer": tokenizer,

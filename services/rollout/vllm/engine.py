@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout.engine import Request, Sample, Weights
-from services.rollout.vllm.arguments import engine_arguments, import_vllm
+from services.rollout.vllm.arguments import check, engine_arguments, set_environment
 from services.rollout.vocabulary import Vocabulary, end_tokens, load_tokenizer
 from shared.config import Rollout
 from shared.errors import DataError, EngineFailed, StrettoError, WeightsError
@@ -59,7 +59,8 @@ class VllmEngine:
         tokenizer: folder, by default the model's. Raises ConfigError where vLLM is missing or refuses the settings,
         DataError where there is no usable model, EngineFailed where vLLM does not start.
         """
-        import_vllm()
+        check(rollout)
+        set_environment()
         from transformers import GenerationConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
