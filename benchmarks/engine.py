@@ -1,6 +1,6 @@
-"""The embedded engine against transformers' `generate` on the same model, alternating, one thread, best of k.
+"""An engine against transformers' `generate` on the same model, alternating, one thread, best of k; and its swaps.
 
-python -m benchmarks.engine --model FOLDER [--rounds 4] [--json PATH]
+python -m benchmarks.engine --model FOLDER [--engine embedded|vllm] [--rounds 4] [--json PATH]
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from services.rollout.embedded.engine import EmbeddedEngine
-from services.rollout.engine import Request
-from shared.config import Sampling
+from services.rollout.engine import Engine, Request, Slot, Weights
+from services.rollout.service import load_engine
+from shared.config import RunConfig, Sampling, parse_config
+from shared.snapshot import Layout, SnapshotFile
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Work:
 
 
 WORKS = (Work(8, 30, 8, 8), Work(1, 512, 8, 32))
+SWAP_WORK = Work(2, 30, 8, 250)
+SWAPS = 10
 
 
 def transformers_s(model: Any, work: Work) -> float:
@@ -63,10 +66,10 @@ def transformers_s(model: Any, work: Work) -> float:
     return time.perf_counter() - start
 
 
-async def embedded_s(engine: EmbeddedEngine, work: Work) -> float:
+async def engine_s(engine: Engine, work: Work, vocabulary: int) -> float:
     """Seconds of the same as one request a prompt."""
     sampling = Sampling(max_tokens=work.new_tokens, ignore_eos=True)
-    rows = work.rows(engine.model.config.vocab_size)
+    rows = work.rows(vocabulary)
     start = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         for number, row in enumerate(rows):
@@ -74,36 +77,97 @@ async def embedded_s(engine: EmbeddedEngine, work: Work) -> float:
     return time.perf_counter() - start
 
 
-async def measure(folder: str, rounds: int) -> list[dict[str, Any]]:
-    """Best times of each work, the two taking turns."""
+def config_of(folder: str, engine: str) -> RunConfig:
+    """A run of which only the engine counts."""
+    return parse_config(
+        {
+            "model": folder,
+            "steps": 1,
+            "prompts_per_step": 1,
+            "samples_per_prompt": 2,
+            "data": {"train": "none"},
+            "reward": {"signals": [{"name": "s", "function": "exact_match"}]},
+            "rollout": {"engine": engine, "max_context": 1024},
+        }
+    )
+
+
+def snapshot(model: Any) -> tuple[SnapshotFile, Layout]:
+    """Shared memory with the model's weights in two slots."""
+    parameters = dict(model.named_parameters())
+    layout = Layout.of({name: tuple(p.shape) for name, p in parameters.items()}, "bfloat16")
+    file = SnapshotFile.create(f"stretto-benchmark-{os.getpid()}", layout, 2)
+    for slot in (0, 1):
+        for name, tensor in file.tensors(slot).items():
+            tensor.copy_(parameters[name].detach())
+    return file, layout
+
+
+async def swap_s(engine: Engine, file: SnapshotFile, layout: Layout, version: int) -> tuple[float, float]:
+    """Seconds of one swap: in which nothing was generated, and from its beginning to its end."""
+    slot = version % 2
+    file.seal(slot, 0, version)
+    start = time.perf_counter()
+    pause = await engine.swap(Weights(0, version, file.tensors(slot), Slot(file.path.name, slot, layout)))
+    return pause, time.perf_counter() - start
+
+
+async def measure(folder: str, engine_name: str, rounds: int) -> dict[str, Any]:
+    """Best times of each work, the two taking turns; then the swaps while all samples of a work are in flight."""
     peer: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     peer.eval()
-    engine = EmbeddedEngine.load(folder, dtype="bfloat16", max_samples=64, initial_version=0)
-    results = []
-    for work in WORKS:
-        times = [(transformers_s(peer, work), await embedded_s(engine, work)) for _ in range(rounds)]
-        theirs, ours = (min(column) for column in zip(*times, strict=True))
-        tokens = work.prompts * work.samples * work.new_tokens
-        results.append({"work": str(work), "transformers_s": theirs, "embedded_s": ours, "tokens_per_s": tokens / ours})
-    await engine.close()
-    return results
+    engine = await asyncio.to_thread(load_engine, config_of(folder, engine_name))
+    file, layout = snapshot(peer)
+    try:
+        await swap_s(engine, file, layout, 0)
+        size, works = peer.config.vocab_size, []
+        for work in WORKS:
+            times = [(transformers_s(peer, work), await engine_s(engine, work, size)) for _ in range(rounds)]
+            theirs, ours = (min(column) for column in zip(*times, strict=True))
+            tokens = work.prompts * work.samples * work.new_tokens
+            works.append({"work": str(work), "transformers_s": theirs, "engine_s": ours, "tokens_per_s": tokens / ours})
+        generating = asyncio.create_task(engine_s(engine, SWAP_WORK, size))
+        while not engine.stats()["samples_in_flight"]:
+            await asyncio.sleep(0.01)
+        swaps = [await swap_s(engine, file, layout, version) for version in range(1, SWAPS + 1)]
+        in_flight = not generating.done()
+        await generating
+    finally:
+        await engine.close()
+        file.unlink()
+    pauses, wholes = (sorted(column) for column in zip(*swaps, strict=True))
+    return {
+        "works": works,
+        "swaps": SWAPS,
+        "in_flight": in_flight,
+        "pause_median_s": pauses[SWAPS // 2],
+        "pause_max_s": pauses[-1],
+        "swap_median_s": wholes[SWAPS // 2],
+    }
 
 
 def main() -> None:
     """Print one table, and write the figures where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--rounds", type=int, default=4, help="the best of so many rounds counts")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = asyncio.run(measure(args.model, args.rounds))
-    table = Table("work", "generate, s", "embedded, s", "ratio", "tokens/s", title="one thread, bfloat16")
-    for r in results:
-        ratio = r["transformers_s"] / r["embedded_s"]
-        figures = (f"{r['transformers_s']:.2f}", f"{r['embedded_s']:.2f}", f"{ratio:.1f}", f"{r['tokens_per_s']:.0f}")
+    results = asyncio.run(measure(args.model, args.engine, args.rounds))
+    table = Table("work", "generate, s", f"{args.engine}, s", "ratio", "tokens/s", title="one thread, bfloat16")
+    for r in results["works"]:
+        ratio = r["transformers_s"] / r["engine_s"]
+        figures = (f"{r['transformers_s']:.2f}", f"{r['engine_s']:.2f}", f"{ratio:.1f}", f"{r['tokens_per_s']:.0f}")
         table.add_row(r["work"], *figures)
     Console().print(table)
+    print(
+        f"{results['swaps']} swaps with {SWAP_WORK.prompts * SWAP_WORK.samples} samples in flight"
+        f"{'' if results['in_flight'] else ' (some came after their end)'}: nothing generated for "
+        f"{1000 * results['pause_median_s']:.1f} ms in the median, {1000 * results['pause_max_s']:.1f} ms at most; "
+        f"{results['swap_median_s']:.2f} s from the call to the new weights"
+    )
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 

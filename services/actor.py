@@ -9,7 +9,7 @@ from protocol.codec import part_groups
 from protocol.messages import Complete, Fail, Lease, Leased, LeaseRequest, Ok
 from services.member import Member
 from shared.account import Bucket
-from shared.errors import ProtocolError, StrettoError
+from shared.errors import EngineFailed, ProtocolError, StrettoError
 from shared.group import Columns, Lane, Prompt, TrajectoryGroup
 from shared.log import log
 
@@ -22,7 +22,7 @@ class StageActor:
     """Leases groups of one stage and processes them, as many at once as there is room for.
 
     process: makes the columns that the stage provides. A StrettoError or any other error it raises fails the group,
-    which the broker gives to somebody else.
+    which the broker gives to somebody else; an EngineFailed ends the actor.
     capacity: most groups at once; or most samples, where `samples` tells how many a group of each lane makes.
     idle_bucket: where the time goes while nothing is leased.
     """
@@ -82,6 +82,8 @@ class StageActor:
         fault: str | None = None
         try:
             provided = await self._process(group)
+        except EngineFailed:
+            raise  # the group is not to blame: it goes back when this service leaves
         except Exception as error:
             if not isinstance(error, StrettoError):
                 log.exception("a group failed", group=lease.group_id)

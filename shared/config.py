@@ -61,16 +61,38 @@ class Algorithm(Section):
     name: str = Field("grpo", description="preset, or package.module:Class, or path/to/file.py:Class")
 
 
+class Vllm(Section):
+    """The vLLM engine; it also follows dtype, max_samples and max_context."""
+
+    tensor_parallel: Positive = Field(1, description="GPUs that each layer is split over")
+    pipeline_parallel: Positive = Field(1, description="GPUs that the layers are shared out over")
+    data_parallel: Positive = Field(1, description="copies of the model that one rollout process feeds")
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="share of each GPU's memory to use; default: vLLM's own"
+    )
+    cache_gib: float | None = Field(
+        None, gt=0, description="memory of keys and values; default: what the GPU has left, on a CPU 1 GiB"
+    )
+    enforce_eager: bool | None = Field(None, description="neither compile nor capture graphs; default: on a CPU only")
+    stage: bool = Field(
+        True, description="on a CPU, load new weights beside the old ones before the pause: a second copy in memory"
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="more arguments for vLLM's AsyncEngineArgs")
+
+
 class Rollout(Section):
     """The service that generates."""
 
     replicas: Positive = Field(1, description="processes")
-    engine: Literal["embedded"] = Field("embedded", description="inference engine")
+    engine: Literal["embedded", "vllm"] = Field(
+        "embedded", description="inference engine: our own on a CPU, or vLLM (pip install 'stretto[vllm]')"
+    )
     dtype: Dtype = Field("bfloat16", description="dtype of the weights that generate, and of the snapshots")
     max_samples: Positive = Field(64, description="samples decoded at once")
     max_context: int | None = Field(
         None, gt=0, description="most tokens of prompt and sample; default: the model's own"
     )
+    vllm: Vllm = Field(default_factory=Vllm)
 
 
 class Signal(Section):

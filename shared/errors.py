@@ -46,6 +46,10 @@ class RunStopped(StrettoError):
     exit_code = 3
 
 
+class EngineFailed(StrettoError):
+    """What a service computes with is gone. It leaves the run, its groups go to others, and it is started again."""
+
+
 class WeightsError(StrettoError):
     """A rollout's weights are not those that the learner published."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from services.broker.dataset import Dataset, read_dataset
 from services.broker.prompts import first_prompts, total_steps
 from services.reward.signals import Function
+from services.rollout.vllm.arguments import check as check_vllm
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig
 from shared.cores import available_cores, plan_cores
@@ -48,6 +49,8 @@ def check_run(config: RunConfig) -> Facts:
     train = attempt(_data, config, config.data.train, config.data.split)
     heldout = attempt(_data, config, config.data.heldout, config.data.heldout_split) if config.data.heldout else None
     model = attempt(_model, config)
+    if config.rollout.engine == "vllm":
+        attempt(check_vllm, config.rollout)
     attempt(plan_cores, config.cores, instances(config), available_cores())
     prompt = first_prompts(train, 1)[0] if train is not None else None
     for signal in config.reward.signals:
@@ -103,10 +106,17 @@ def _memory(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     gradient = facts.parameters * size[config.learner.dtype]
     return [
         ("parameters", f"{facts.parameters / 1e6:.1f} M"),
-        ("memory of snapshots", f"{config.weights.slots} × {_mib(snapshot)} in shared memory, used in place"),
+        ("memory of snapshots", f"{config.weights.slots} × {_mib(snapshot)} in shared memory"),
         ("memory of the learner", f"{_mib(learner + gradient)} and activations"),
-        ("memory of a rollout", "the keys and values of its samples; the weights are the snapshot's"),
+        ("memory of a rollout", _rollout_memory(config, snapshot)),
     ]
+
+
+def _rollout_memory(config: RunConfig, snapshot: int) -> str:
+    if config.rollout.engine == "embedded":
+        return "the keys and values of its samples; the weights are the snapshot's"
+    copies = "2 × " if config.rollout.vllm.stage else ""
+    return f"on a CPU {copies}{_mib(snapshot)} of weights, and the keys and values of its samples"
 
 
 def _mib(size_bytes: int) -> str:

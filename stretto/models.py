@@ -10,6 +10,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shared.errors import ConfigError, DataError
 
@@ -79,9 +80,8 @@ def _smollm2(folder: Path) -> None:
         settings = dequantised.config.to_dict()
         settings.pop("quantization_config", None)
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        model = LlamaForCausalLM(
-            LlamaConfig(**settings | {"eos_token_id": end, "pad_token_id": end, "dtype": "bfloat16"})
-        )
+        llama: Any = LlamaForCausalLM  # typed in some versions of transformers, untyped in others
+        model = llama(LlamaConfig(**settings | {"eos_token_id": end, "pad_token_id": end, "dtype": "bfloat16"}))
         model.load_state_dict(dequantised.state_dict())
         model.bfloat16().save_pretrained(folder)
         tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|im_end|>"
@@ -151,7 +151,8 @@ def _tiny(folder: Path) -> None:
         bos_token_id=None,
         initializer_range=0.2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    llama: Any = LlamaForCausalLM
+    llama(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

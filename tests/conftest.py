@@ -22,6 +22,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pull("tiny", tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def vllm_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in a shape that vLLM's CPU kernels take: heads of 32 dimensions. Skips where there is no vLLM."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'stretto[vllm]'")
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-vllm"
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(tiny_model, head_dim=32, num_key_value_heads=2)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def free_again() -> Callable[[str], Awaitable[None]]:
     """Waits until an address that a socket of this process was bound to can be bound anew: ZeroMQ closes it later."""

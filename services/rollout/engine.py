@@ -9,6 +9,7 @@ import numpy as np
 
 from shared.config import Sampling
 from shared.group import FinishReason
+from shared.snapshot import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +40,36 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Slot:
+    """Where weights lie in shared memory, for engines that compute in processes of their own (shared/snapshot.py)."""
+
+    file: str
+    number: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """A complete set of weights, ready to be used in place.
 
     tensors: parameter name to torch tensor, in the engine's dtype; they are views on memory that stays valid until
-    the engine has been given newer ones.
+    the engine has been given newer ones. slot: where they lie, None where they are in this process alone.
     """
 
     lineage: int
     version: int
     tensors: dict[str, Any]
+    slot: Slot | None = None
 
 
 class Engine(Protocol):
-    """An inference engine. All methods are called from the service's event loop."""
+    """An inference engine. All methods are called from the service's event loop.
+
+    tokenizer: of transformers. end_tokens: ids that end a sample.
+    """
+
+    tokenizer: Any
+    end_tokens: set[int]
 
     @property
     def version(self) -> int:
@@ -61,7 +78,7 @@ class Engine(Protocol):
     async def generate(self, request: Request) -> list[Sample]:
         """The n samples of a request. Any number of requests may be in flight.
 
-        Raises DataError where the prompt leaves no room in the context, StrettoError after `close`.
+        Raises DataError where the prompt leaves no room in the context, EngineFailed after `close` or a failure.
         """
 
     async def abort(self, request_id: str) -> None:
@@ -72,6 +89,9 @@ class Engine(Protocol):
 
     async def score(self, tokens: list[int]) -> np.ndarray:
         """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1."""
+
+    async def failed(self) -> None:
+        """Raises EngineFailed once the engine generates no more; does not return before."""
 
     def stats(self) -> dict[str, float]:
         """Figures by name: samples in flight and waiting; tokens, samples and busy seconds since the start."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from protocol.channel import Client
 from protocol.messages import Follow, Leave, Offer, Ok
-from services.rollout.engine import Engine, Weights
+from services.rollout.engine import Engine, Slot, Weights
 from shared.config import RunConfig
 from shared.errors import ProtocolError, Unreachable, WeightsError
 from shared.log import log
@@ -46,6 +46,9 @@ class Follower:
         self._file: SnapshotFile | None = None
         self._slot: int | None = None
         self._lineage, self._version = 0, -1
+        self._proof = asyncio.Condition()
+        self._proving: int | None = None
+        self._failed_proofs = 0
         self.figures: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -87,8 +90,10 @@ class Follower:
             start = time.perf_counter()
             await asyncio.to_thread(file.verify, slot, manifest)
             verified = time.perf_counter()
-            weights = Weights(offer.lineage, offer.version, file.tensors(slot))
-            # Both are queued before the engine's next step, so nothing is generated between swap and proof.
+            place = Slot(file.path.name, slot, file.layout)
+            weights = Weights(offer.lineage, offer.version, file.tensors(slot), place)
+            self._proving = offer.version
+            # Queued together: nothing, or next to nothing, is generated between swap and proof. See `proven`.
             pause_s, logprobs = await asyncio.gather(
                 self._engine.swap(weights), self._engine.score(manifest.probe_tokens)
             )
@@ -103,11 +108,29 @@ class Follower:
             }
             log.info("weights", lineage=offer.lineage, version=offer.version, attempt=attempt, **self.figures)
             if error <= self._tolerance:
+                async with self._proof:
+                    self._proving = None
+                    self._proof.notify_all()
                 return
+            self._failed_proofs += 1
         raise WeightsError(
             f"the engine's log-probs of the probe are off by {error:.3g} at version {offer.version} (allowed: "
             f"{self._tolerance:g}), also after a second load: it does not compute with the learner's weights"
         )
+
+    async def proven(self, versions: set[int]) -> None:
+        """Wait until the weights of these versions, which samples ended with, are proven.
+
+        Raises WeightsError where they had to be loaded a second time. Where that does not help `run` raises, and the
+        service ends.
+        """
+        if self._proving not in versions:
+            return
+        before = self._failed_proofs
+        async with self._proof:
+            await self._proof.wait_for(lambda: self._proving not in versions)
+        if self._failed_proofs != before:
+            raise WeightsError("these samples were made with weights that were wrong: they are made anew")
 
     def check_slot(self) -> None:
         """Raises WeightsError where the slot in use was taken away, and what was generated with it is void."""

@@ -9,10 +9,10 @@ import numpy as np
 
 from services.actor import StageActor
 from services.member import Member
-from services.rollout.embedded.engine import EmbeddedEngine
 from services.rollout.engine import Engine, Request, Sample
 from services.rollout.follower import Follower
 from services.rollout.prompts import PromptRenderer
+from shared.config import RunConfig
 from shared.group import Columns, Lane, TrajectoryGroup, ragged, ragged_text, version_runs
 
 
@@ -27,23 +27,15 @@ class RolloutService:
 
     async def run(self) -> None:
         """Load the engine, take the current weights, then generate until cancelled."""
-        config = self._config
-        engine = await asyncio.to_thread(
-            EmbeddedEngine.load,
-            config.model,
-            tokenizer=config.tokenizer,
-            dtype=config.rollout.dtype,
-            max_samples=config.rollout.max_samples,
-            max_context=config.rollout.max_context,
-        )
+        engine = await asyncio.to_thread(load_engine, self._config)
         try:
             await self._serve(engine)
         finally:
             await engine.close()
 
-    async def _serve(self, engine: EmbeddedEngine) -> None:
+    async def _serve(self, engine: Engine) -> None:
         member = self._member
-        self._engine: Engine = engine
+        self._engine = engine
         self._end_tokens = engine.end_tokens
         self._renderer = PromptRenderer(engine.tokenizer, self._config.data)
         member.state = "STALE"
@@ -61,6 +53,7 @@ class RolloutService:
             idle_bucket="room",
         )
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine.failed(), name="engine")
             tasks.create_task(self._follower.run(), name="weights")
             tasks.create_task(actor.run(), name="stage")
 
@@ -83,9 +76,28 @@ class RolloutService:
             seed=zlib.crc32(f"{self._config.seed}/{group.group_id}".encode()),
         )
         samples = await self._engine.generate(request)
+        await self._follower.proven({int(version) for sample in samples for version in sample.versions[-1:]})
         self._follower.check_slot()
         self._member.figures.update(self._engine.stats() | self._follower.figures)
         return sample_columns(request.prompt_tokens, samples)
+
+
+def load_engine(config: RunConfig) -> Engine:
+    """The engine that a run asks for. Raises ConfigError and what the engine's `load` raises."""
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        from services.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine.load(config.model, rollout, tokenizer=config.tokenizer)
+    from services.rollout.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine.load(
+        config.model,
+        tokenizer=config.tokenizer,
+        dtype=rollout.dtype,
+        max_samples=rollout.max_samples,
+        max_context=rollout.max_context,
+    )
 
 
 def sample_columns(prompt_tokens: list[int], samples: list[Sample]) -> Columns:

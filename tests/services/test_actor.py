@@ -27,7 +27,7 @@ from protocol.messages import (
 from services.actor import StageActor
 from services.member import Member
 from shared.config import parse_config
-from shared.errors import ProtocolError, StrettoError
+from shared.errors import EngineFailed, ProtocolError, StrettoError
 from shared.group import Prompt
 
 CONFIG = parse_config(
@@ -164,6 +164,20 @@ async def test_a_group_that_raises_is_failed_with_the_reason_and_the_others_go_o
     assert broker.answers["g1"].error == "the server said no"
     assert broker.answers["g2"].error == "ZeroDivisionError: by zero"
     assert isinstance(broker.answers["g3"], Complete)
+
+
+async def test_a_service_whose_engine_is_gone_leaves_without_blaming_its_groups():
+    async def without_engine(group):
+        raise EngineFailed("the engine core has died")
+
+    broker = FewLineBroker(["train"] * 2)
+    async with running(broker) as address:
+        member = Member(address, "rollout", "rollout-0", stage="rollout")
+        await member.join()
+        with pytest.raises(EngineFailed):
+            await member.run(StageActor(member, without_engine, capacity=2, idle_bucket="room").run)
+    assert broker.answers == {}
+    assert [leave.error for leave in broker.left] == ["the engine core has died"]
 
 
 async def test_room_counted_in_samples_is_told_to_the_broker():

@@ -239,3 +239,47 @@ async def test_a_snapshot_that_was_written_while_the_broadcaster_started_again_i
         assert await path.publish(0)
         await path.follower.follow()
         assert path.versions == [0]
+
+
+async def test_samples_wait_for_the_proof_of_their_weights(tiny_model, tmp_path, monkeypatch):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        await path.publish(0)
+        await path.follower.follow()
+        await path.publish(1)
+        score, release, scored = path.engine.score, asyncio.Event(), asyncio.Event()
+
+        async def late_score(tokens):
+            scored.set()
+            await release.wait()
+            return await score(tokens)
+
+        path.engine.score = late_score
+        following = asyncio.create_task(path.follower.follow())
+        await scored.wait()
+        await path.follower.proven({0})
+        waiting = asyncio.create_task(path.follower.proven({0, 1}))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        release.set()
+        await asyncio.gather(following, waiting)
+
+
+async def test_samples_of_weights_that_were_loaded_twice_are_void(tiny_model, tmp_path, monkeypatch):
+    async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
+        await path.publish(0)
+        await path.follower.follow()
+        await path.publish(1)
+        score, waiting = path.engine.score, []
+
+        async def wrong_once(tokens):
+            if waiting:
+                return await score(tokens)
+            waiting.append(asyncio.create_task(path.follower.proven({1})))
+            await asyncio.sleep(0)
+            return await score(tokens) + 1
+
+        path.engine.score = wrong_once
+        await path.follower.follow()
+        with pytest.raises(WeightsError, match="made anew"):
+            await waiting[0]
+        assert path.versions == [0, 1]

@@ -97,3 +97,18 @@ def test_a_check_imports_neither_torch_nor_transformers(tree: dict[str, Any], tm
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "the config is fine" in done.stdout
     assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_a_run_with_vllm_needs_vllm_and_leaves_it_what_the_run_decides(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree["rollout"] = {"engine": "vllm", "vllm": {"args": {"swap_space": 1, "dtype": "float16"}}}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'stretto\[vllm\]'"):
+        check_run(parse_config(tree))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="args sets dtype, which"):
+        check_run(parse_config(tree))
+    tree["rollout"]["vllm"]["args"] = {"swap_space": 1}
+    config = parse_config(tree)
+    assert "2 × 2 MiB of weights" in dict(derived(config, check_run(config)))["memory of a rollout"]

@@ -17,8 +17,9 @@ from services.rollout.embedded.attention import Attend, PromptPass
 from services.rollout.embedded.kv import KVCache, Shape
 from services.rollout.embedded.parameters import Parameters
 from services.rollout.embedded.sampler import draw
-from services.rollout.embedded.sequence import Group, Job, Sequence, Vocabulary
+from services.rollout.embedded.sequence import Group, Job, Sequence
 from services.rollout.engine import Request, Sample, Weights
+from services.rollout.vocabulary import Vocabulary
 from shared.group import FinishReason
 
 PROMPT_TOKENS_PER_PASS = 4096

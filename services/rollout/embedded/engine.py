@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from services.rollout.embedded.decoder import Decoder
-from services.rollout.embedded.model import end_tokens, load_model, load_tokenizer
-from services.rollout.embedded.sequence import Vocabulary
+from services.rollout.embedded.model import load_model
 from services.rollout.engine import Request, Sample, Weights
-from shared.errors import ConfigError, DataError, StrettoError
+from services.rollout.vocabulary import Vocabulary, end_tokens, load_tokenizer
+from shared.errors import ConfigError, DataError, EngineFailed, StrettoError
 from shared.log import log
 
 CLOSE_S = 60.0
@@ -45,7 +45,7 @@ class EmbeddedEngine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.end_tokens = end_tokens(model, tokenizer)
+        self.end_tokens = end_tokens(model.generation_config, tokenizer)
         self.on_state: Callable[[bool], None] = lambda busy: None
         version = -1 if initial_version is None else initial_version
         vocabulary = Vocabulary(tokenizer, self.end_tokens)
@@ -162,6 +162,10 @@ class EmbeddedEngine:
             "busy_s": self._busy_s,
         }
 
+    async def failed(self) -> None:
+        """Raises EngineFailed once the engine generates no more; does not return before."""
+        await self._future()
+
     async def close(self) -> None:
         """Stop; requests in flight end with an error. Raises StrettoError where a step does not end in a minute."""
         self._inbox.put(None)
@@ -190,7 +194,7 @@ class EmbeddedEngine:
         # Looked at after the future is in `_open`: the thread writes first and then goes through `_open`.
         if self._ended:
             del self._open[future]
-            raise StrettoError(self._ended)
+            raise EngineFailed(self._ended)
         future.add_done_callback(lambda done: self._open.pop(done, None))
         return future
 
@@ -228,7 +232,7 @@ class EmbeddedEngine:
             )
         self._ended = ended
         for future in list(self._open):
-            self._settle(future, StrettoError(ended))
+            self._settle(future, EngineFailed(ended))
 
     def _obey(self) -> bool:
         """Do what was asked for; while there is nothing to decode, wait for it. False: end."""

@@ -1,11 +1,11 @@
-"""Loads a model and its tokenizer for the embedded engine, and finds its end tokens."""
+"""Loads a model for the embedded engine."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from services.rollout.embedded.attention import ATTENTION, PromptPass
 from shared.errors import DataError
@@ -26,22 +26,6 @@ def load_model(folder: str, dtype: str) -> Any:
     model.eval().requires_grad_(False)
     _check(model, folder)
     return model
-
-
-def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of a model folder. Raises DataError."""
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot load the tokenizer {folder}: {error}") from error
-
-
-def end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """Ids that end a sample: those of the generation config and the tokenizer's own."""
-    ids = model.generation_config.eos_token_id
-    ends = set(ids if isinstance(ids, list) else [ids])
-    ends.add(tokenizer.eos_token_id)
-    return ends - {None}
 
 
 @torch.inference_mode()

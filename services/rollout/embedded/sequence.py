@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from services.rollout.engine import Request, Sample
+from services.rollout.vocabulary import Vocabulary
 from shared.group import FinishReason
 
 STOP_TAIL_TOKENS = 8
@@ -48,20 +48,6 @@ class Group:
     def prompt(self) -> list[int]:
         """Token ids of the prompt."""
         return self.job.request.prompt_tokens
-
-
-class Vocabulary:
-    """What the decoder knows of the tokenizer: its end tokens, and how tokens become text."""
-
-    def __init__(self, tokenizer: Any, end_tokens: set[int]) -> None:
-        self.end_tokens = end_tokens
-        self.special_tokens = end_tokens | set(tokenizer.all_special_ids)
-        self._tokenizer = tokenizer
-
-    def text(self, tokens: list[int]) -> str:
-        """The decoded tokens, special ones left out."""
-        visible = [token for token in tokens if token not in self.special_tokens]
-        return str(self._tokenizer.decode(visible, clean_up_tokenization_spaces=False))
 
 
 @dataclass(eq=False, slots=True)
@@ -111,14 +97,11 @@ class Sequence:
     def sample(self, reason: FinishReason) -> Sample:
         """The finished sample. Its text ends before the first stop string; its tokens include what formed it."""
         sampling = self.group.job.request.sampling
-        text = self.vocabulary.text(self.tokens)
-        if reason is FinishReason.STOP:
-            found = [at for string in sampling.stop if (at := text.find(string)) >= 0]
-            text = text[: min(found, default=len(text))]
+        stop = sampling.stop if reason is FinishReason.STOP else ()
         return Sample(
             tokens=np.asarray(self.tokens, dtype=np.int32),
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
             versions=np.asarray(self.versions, dtype=np.int32),
             finish_reason=reason,
-            text=text,
+            text=self.vocabulary.text(self.tokens, stop),
         )

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from services.rollout.embedded.decoder import Decoder
-from services.rollout.embedded.model import end_tokens, load_model
-from services.rollout.embedded.sequence import Vocabulary
+from services.rollout.embedded.model import load_model
 from services.rollout.engine import Request, Sample, Weights
+from services.rollout.vocabulary import Vocabulary, end_tokens
 from shared.config import Sampling
 from shared.group import FinishReason
 from stretto.models import pull
@@ -41,7 +41,7 @@ def peer(folder: str) -> Any:
 @pytest.fixture(scope="module")
 def vocabulary(folder: str, model: Any) -> Vocabulary:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Vocabulary(tokenizer, end_tokens(model, tokenizer))
+    return Vocabulary(tokenizer, end_tokens(model.generation_config, tokenizer))
 
 
 @pytest.fixture

@@ -1,0 +1,125 @@
+"""One engine and one learner that share snapshots, for all tests of a module: an engine takes 20 s to start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from services.rollout.engine import Request, Slot, Weights
+from shared.config import Learner, Rollout, Sampling
+from shared.snapshot import Layout, SnapshotFile
+
+
+class Pair:
+    """A learner's model and a vLLM engine that takes its weights."""
+
+    def __init__(self, backend, engine, file: SnapshotFile) -> None:
+        self.backend = backend
+        self.engine = engine
+        self.file = file
+        self.originals = {name: p.detach().clone() for name, p in backend.parameters.items()}
+        self.version = -1
+
+    def publish(self, version: int | None = None) -> Weights:
+        """The learner's weights as a snapshot, of the next version."""
+        self.version = self.version + 1 if version is None else version
+        slot = self.version % 3
+        self.file.begin(slot)
+        self.backend.write_snapshot(self.file.tensors(slot))
+        self.file.seal(slot, 0, self.version)
+        self.backend.use_snapshot(self.file.tensors(slot))
+        return Weights(0, self.version, self.file.tensors(slot), Slot(self.file.path.name, slot, self.file.layout))
+
+    def train(self, amount: float = 0.05) -> None:
+        """Change every weight."""
+        import torch
+
+        torch.manual_seed(self.version + 1)
+        with torch.no_grad():
+            for parameter in self.backend.parameters.values():
+                parameter.add_(torch.randn_like(parameter) * amount)
+
+    def always_say(self, token: int) -> None:
+        """Weights whose answer is one token, whatever was said before."""
+        import torch
+
+        with torch.no_grad():
+            for name, parameter in self.backend.parameters.items():
+                parameter.zero_()
+                if name.endswith("embed_tokens.weight"):
+                    parameter[:, 0] = 0.1
+                    parameter[token, 0] = 1.0
+                elif name.endswith("model.norm.weight"):
+                    parameter[0] = 50.0
+
+    def restore(self) -> None:
+        """The weights of the beginning."""
+        import torch
+
+        with torch.no_grad():
+            for name, parameter in self.backend.parameters.items():
+                parameter.copy_(self.originals[name])
+
+    def error(self, tokens: list[int], logprobs: np.ndarray) -> float:
+        """Largest difference between log-probs of tokens[1:] and the learner's."""
+        return float(np.abs(self.backend.score(tokens) - logprobs).max())
+
+    async def answer(self, name: str, n: int = 2, prompt: list[int] | None = None, seed: int = 1, **sampling):
+        """The samples of a request."""
+        settings = Sampling(**{"max_tokens": 12, "ignore_eos": True} | sampling)
+        return await self.engine.generate(Request(name, prompt or list(b"what is it?"), n, settings, seed))
+
+
+async def make_pair(model: Path, *, stage: bool) -> Pair:
+    from services.learner.hf import HFBackend
+    from services.rollout.vllm.engine import VllmEngine
+
+    backend = HFBackend.load(str(model), Learner(dtype="float32"))
+    layout = Layout.of({name: tuple(p.shape) for name, p in backend.parameters.items()}, "float32")
+    file = SnapshotFile.create(f"stretto-vllm-{model.parent.name}-{stage}", layout, 3)
+    rollout = Rollout(
+        engine="vllm", dtype="float32", max_samples=16, max_context=500, vllm={"stage": stage, "cache_gib": 0.25}
+    )
+    engine = await asyncio.to_thread(VllmEngine.load, str(model), rollout)
+    return Pair(backend, engine, file)
+
+
+async def end_pair(pair: Pair) -> None:
+    await pair.engine.close()
+    pair.file.unlink()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_pair(vllm_model: Path) -> AsyncIterator[Pair]:
+    pair = await make_pair(vllm_model, stage=True)
+    yield pair
+    await end_pair(pair)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pair(shared_pair: Pair) -> Pair:
+    """The module's pair, both with the weights of the beginning."""
+    shared_pair.restore()
+    await shared_pair.engine.swap(shared_pair.publish())
+    return shared_pair
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def plain_pair(vllm_model: Path) -> AsyncIterator[Pair]:
+    """A pair of its own, which loads weights without staging and has none yet."""
+    pair = await make_pair(vllm_model, stage=False)
+    yield pair
+    await end_pair(pair)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet_shared_memory(tmp_path_factory: pytest.TempPathFactory):
+    """Snapshots of these tests lie in a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_SHM", str(tmp_path_factory.mktemp("shm")))
+        yield
