@@ -13,7 +13,7 @@ import zmq.asyncio
 from protocol import channel
 from protocol.channel import Client, Server
 from protocol.codec import Limits, Message, decode, encode
-from protocol.messages import Drain, Heartbeat, Locate, Located, Ok, Pulse
+from protocol.messages import Drain, Heartbeat, Locate, Located, Ok, Pulse, Status, StatusRequest
 from shared.errors import ConfigError, ProtocolError, Unreachable
 
 
