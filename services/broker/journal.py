@@ -1,8 +1,9 @@
-"""The journal: what must survive a broker that is killed, in one SQLite file (WAL) of the run folder.
+"""The journal: what must survive a broker that is killed, in a SQLite file (WAL) of the run folder.
 
 It holds the training groups with their columns, in flight and consumed, until a checkpoint covers them, the order in
-which they were consumed, dead letters, and one record of everything else (`state`). Writes are collected while the last
-ones go to the disk, and committed together, each time with the state of that moment: the file is always consistent.
+which they were consumed, dead letters, and one record of everything else (`state`). Large columns lie in files beside
+it (segments.py). Writes are collected while the last ones go to the disk, and committed together, each time with the
+state of that moment: the file is always consistent.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgpack
 
 from protocol.codec import columns_from_frames, columns_to_frames
 from services.broker.ledger import Entry
+from services.broker.segments import Place, Segments
 from shared.errors import DataError, StrettoError
 from shared.group import Columns, Prompt, TrajectoryGroup
 
@@ -38,10 +40,14 @@ CREATE TABLE groups (
     admitted_at INTEGER NOT NULL, consumed INTEGER NOT NULL DEFAULT 0, version INTEGER, place INTEGER
 );
 CREATE INDEX by_version ON groups (version);
-CREATE TABLE columns (group_id TEXT NOT NULL, data BLOB NOT NULL);
+CREATE TABLE columns (group_id TEXT NOT NULL, data BLOB NOT NULL, segment INTEGER);
 CREATE INDEX by_group ON columns (group_id);
+CREATE INDEX by_segment ON columns (segment) WHERE segment IS NOT NULL;
 CREATE TABLE dead_letters (group_id TEXT PRIMARY KEY, letter BLOB NOT NULL);
 """
+
+_SEGMENTS = "SELECT DISTINCT segment FROM columns WHERE segment IS NOT NULL"
+_ADD_FRAME = "INSERT INTO columns VALUES (?, ?, ?)"
 
 Durability = Literal["normal", "full", "off"]
 Statement = tuple[str, tuple[Any, ...]]
@@ -63,6 +69,8 @@ class Journal:
         self.file = file
         self._state = state
         self._connection = None if durability == "off" else _open(file, durability)
+        self._durability = durability
+        self._segments = Segments(file)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._queue: list[Statement] = []
         self._written = self._committed = 0
@@ -82,9 +90,8 @@ class Journal:
     def complete(self, group_id: str, columns: Columns) -> int:
         """A stage has added these columns to a group; they must not change any more. Returns what `flush` takes."""
         table, frames = columns_to_frames(columns)
-        self._write("INSERT INTO columns VALUES (?, ?)", (group_id, msgpack.packb([table, len(frames)])))
-        for frame in frames:
-            self._write("INSERT INTO columns VALUES (?, ?)", (group_id, frame))
+        for frame in (msgpack.packb([table, len(frames)]), *frames):
+            self._write(_ADD_FRAME, (group_id, frame, None))
         return self._written
 
     def consume(self, version: int, group_ids: Sequence[str]) -> None:
@@ -107,6 +114,7 @@ class Journal:
         covered = "consumed AND version <= ?"
         self._write(f"DELETE FROM columns WHERE group_id IN (SELECT group_id FROM groups WHERE {covered})", (version,))
         self._write(f"DELETE FROM groups WHERE {covered}", (version,))
+        self._write(_SEGMENTS, ())
 
     def bury(self, letter: dict[str, Any]) -> None:
         """A group became a dead letter."""
@@ -145,7 +153,7 @@ class Journal:
         try:
             await self._in_thread(lambda: self._commit(statements))
             self._committed = upto
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             self.failure = StrettoError(
                 f"the journal {self.file} cannot be written ({error}): make room for it and go on with --resume; what "
                 "it held before is intact"
@@ -156,10 +164,20 @@ class Journal:
 
     def _commit(self, statements: Iterable[Statement]) -> None:
         assert self._connection is not None
+        needed: set[int] | None = None
         with self._connection:
             self._connection.execute("BEGIN")
             for statement, parameters in statements:
-                self._connection.execute(statement, parameters)
+                if statement is _ADD_FRAME and isinstance(parameters[1], memoryview):
+                    place = self._segments.append(parameters[1])
+                    parameters = (parameters[0], place.record, place.segment)
+                rows = self._connection.execute(statement, parameters)
+                if statement is _SEGMENTS:
+                    needed = {number for (number,) in rows}
+            if self._durability == "full":
+                self._segments.sync()
+        if needed is not None:
+            self._segments.keep(needed)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
@@ -199,10 +217,11 @@ class Journal:
             f"SELECT {fields} FROM groups WHERE {condition}", *parameters
         ):
             columns: Columns = {}
-            rows = iter(self._rows("SELECT data FROM columns WHERE group_id = ? ORDER BY rowid", group_id))
-            for (data,) in rows:
-                table, n_frames = msgpack.unpackb(data)
-                columns |= columns_from_frames(table, [memoryview(frame) for (frame,) in islice(rows, n_frames)])
+            rows = self._rows("SELECT data, segment FROM columns WHERE group_id = ? ORDER BY rowid", group_id)
+            frames = iter(d if segment is None else self._segments.read(Place(segment, d)) for d, segment in rows)
+            for first in frames:
+                table, n_frames = msgpack.unpackb(first)
+                columns |= columns_from_frames(table, [memoryview(frame) for frame in islice(frames, n_frames)])
             prompt = Prompt.from_wire(msgpack.unpackb(prompt, strict_map_key=False))
             group = TrajectoryGroup(group_id, "train", prompt, min_version, columns)
             turn = None if version is None else (version, place)
@@ -215,6 +234,7 @@ class Journal:
     def close(self) -> None:
         """Close the file; what was not flushed is not in it."""
         self._thread.shutdown()
+        self._segments.close()
         if self._connection is not None:
             self._connection.close()
 

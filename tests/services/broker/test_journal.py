@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.broker import segments
 from services.broker.journal import FORMAT, PAGE_BYTES, Journal
 from services.broker.ledger import Entry
 from shared.errors import DataError, StrettoError
@@ -155,8 +157,9 @@ async def test_a_full_disk_is_one_clear_error_and_what_was_flushed_stays(tmp_pat
     await journal.flush()
     (pages,) = journal._connection.execute("PRAGMA page_count").fetchone()
     journal._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
-    journal.admit(entry(1))
-    journal.complete("g00000001", {"x": np.zeros(1 << 16)})
+    for number in range(1, 65):
+        journal.admit(entry(number))
+        journal.complete(f"g{number:08d}", {"x": np.zeros(1 << 10)})
     for _ in range(2):
         with pytest.raises(StrettoError, match=r"cannot be written \(database or disk is full\): make room"):
             await journal.flush()
@@ -164,6 +167,72 @@ async def test_a_full_disk_is_one_clear_error_and_what_was_flushed_stays(tmp_pat
     again = open_journal(tmp_path)
     assert [e.number for e in again.in_flight()] == [0]
     again.close()
+
+
+async def test_no_room_for_a_large_column_is_the_same_error(tmp_path):
+    journal = open_journal(tmp_path)
+    journal.admit(entry(0))
+    journal.complete("g00000000", {"x": np.arange(1 << 16)})
+    await journal.flush()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        journal.admit(entry(1))
+        journal.complete("g00000001", {"x": np.arange(1 << 18)})
+        with pytest.raises(StrettoError, match=r"cannot be written \(.*File too large\): make room"):
+            await journal.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.close()
+    again = open_journal(tmp_path)
+    (left,) = again.in_flight()
+    assert left.group.columns["x"].tolist() == list(range(1 << 16))
+    again.close()
+
+
+def segments_in(folder):
+    return sorted(path.name for path in folder.glob("journal-*.columns"))
+
+
+async def test_large_columns_lie_in_files_that_go_with_the_last_group_in_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 2 << 20)
+    large = {"x": np.arange(1 << 17), "y": np.ones(3, dtype="f4")}
+    journal = open_journal(tmp_path)
+    for number in range(5):
+        journal.admit(entry(number))
+        journal.complete(f"g{number:08d}", {name: array + number for name, array in large.items()})
+    await journal.flush()
+    assert segments_in(tmp_path) == [f"journal-00000{n}.columns" for n in (1, 2, 3)]
+    journal.close()
+    journal = open_journal(tmp_path)
+    for number, found in enumerate(journal.in_flight()):
+        for name, array in large.items():
+            assert np.array_equal(found.group.columns[name], array + number)
+    journal.admit(entry(5))
+    journal.complete("g00000005", large)
+    journal.consume(1, ["g00000000", "g00000001", "g00000002"])
+    journal.prune(1)
+    await journal.flush()
+    assert segments_in(tmp_path) == [f"journal-00000{n}.columns" for n in (2, 3, 4)]
+    journal.close()
+
+
+async def test_a_damaged_file_of_large_columns_is_refused(tmp_path):
+    journal = open_journal(tmp_path)
+    journal.admit(entry(0))
+    journal.complete("g00000000", {"x": np.arange(1 << 14)})
+    await journal.flush()
+    journal.close()
+    file = tmp_path / "journal-000001.columns"
+    for damage, message in (
+        (lambda: file.write_bytes(file.read_bytes()[:-1]), "is damaged: put a good copy"),
+        (file.unlink, "cannot be read .No such file or directory.: put a good copy"),
+    ):
+        damage()
+        again = open_journal(tmp_path)
+        with pytest.raises(DataError, match=message):
+            again.in_flight()
+        again.close()
 
 
 async def test_without_durability_nothing_is_written_and_nothing_is_waited_for(tmp_path):
