@@ -623,7 +623,7 @@ async def test_a_journal_that_cannot_be_written_stops_the_run_and_answers_nothin
         await rollout.complete(kept)
         (pages,) = broker.run_state.journal._connection.execute("PRAGMA page_count").fetchone()
         broker.run_state.journal._connection.execute(f"PRAGMA max_page_count = {pages}")
-        columns = columns_of("rollout") | {"prompt_tokens": np.zeros(1 << 20, dtype="i4")}
+        columns = columns_of("rollout") | {"prompt_tokens": np.zeros(4000, dtype="i4")}
         completing = asyncio.create_task(rollout.complete(lease, columns=columns))
         with pytest.raises(RunStopped, match=r"journal .* cannot be written .*full.*make room"):
             await task
