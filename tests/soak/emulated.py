@@ -6,6 +6,7 @@ before it. The engine draws tokens at random, the learner trains the table.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 from collections.abc import Mapping
@@ -32,10 +33,10 @@ class EmulatedEngine:
         self._samples = self._tokens = 0
 
     @classmethod
-    def load(cls, folder: str, **settings: Any) -> EmulatedEngine:
+    def load(cls, config: RunConfig) -> EmulatedEngine:
         from services.rollout.embedded.model import load_tokenizer
 
-        return cls(load_tokenizer(folder))
+        return cls(load_tokenizer(config.model))
 
     async def generate(self, request: Request) -> list[Sample]:
         if self.version < 0:
@@ -61,6 +62,9 @@ class EmulatedEngine:
 
     async def score(self, tokens: list[int]) -> np.ndarray:
         return self._table[tokens[1:]]
+
+    async def failed(self) -> None:
+        await asyncio.Event().wait()
 
     def stats(self) -> dict[str, float]:
         return {"samples": float(self._samples), "tokens": float(self._tokens)}
@@ -118,7 +122,7 @@ def emulate(service: str) -> None:
     if service == "rollout":
         import services.rollout.service
 
-        services.rollout.service.EmbeddedEngine = EmulatedEngine
+        services.rollout.service.load_engine = EmulatedEngine.load
     elif service == "learner":
         import services.learner.service
 

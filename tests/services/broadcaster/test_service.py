@@ -39,7 +39,7 @@ async def long_poll(broadcaster, body):
     """A request that waits for news by now."""
     task = asyncio.create_task(ask(broadcaster, body))
     async with asyncio.timeout(10):
-        while not broadcaster._changed._waiters:
+        while not broadcaster._changes._next._waiters:
             await asyncio.sleep(0)
     return task
 
