@@ -34,7 +34,7 @@ class EmulatedEngine:
 
     @classmethod
     def load(cls, config: RunConfig) -> EmulatedEngine:
-        from services.rollout.embedded.model import load_tokenizer
+        from services.rollout.vocabulary import load_tokenizer
 
         return cls(load_tokenizer(config.model))
 
@@ -78,7 +78,7 @@ def emulated_trainer(config: RunConfig, total_steps: int, checkpoint: Path | Non
     import torch
 
     from services.learner.trainer import Trainer
-    from services.rollout.embedded.model import load_tokenizer
+    from services.rollout.vocabulary import load_tokenizer
     from shared.algorithms import load_algorithm
 
     class TableBackend:
