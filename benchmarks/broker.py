@@ -153,7 +153,7 @@ def plain_sqlite(folder: Path, size: int, groups: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=200, help="to carry of each size, at most 5,000 groups")
+    parser.add_argument("--megabytes", type=int, default=1000, help="to carry of each size, at most 5,000 groups")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print("| group | way | groups/s | MB/s | µs a group |\n|---|---|---|---|---|")
