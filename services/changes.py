@@ -17,8 +17,8 @@ class Changes:
         self._next.set()
         self._next = asyncio.Event()
 
-    async def until(self, condition: Callable[[], bool], wait_s: float) -> bool:
-        """Wait until the condition holds, or the time is over; returns whether it holds."""
+    async def until(self, condition: Callable[[], bool], wait_s: float | None) -> bool:
+        """Wait until the condition holds, or the time (None: as long as it takes) is over; returns whether it does."""
         if condition():
             return True
         try:

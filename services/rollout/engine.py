@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shared.config import Sampling
+from shared.errors import DataError
 from shared.group import FinishReason
 from shared.snapshot import Layout
 
@@ -60,6 +61,25 @@ class Weights:
     version: int
     tensors: dict[str, Any]
     slot: Slot | None = None
+
+
+def check_prompt(request: Request, max_context: int, vocabulary_size: int) -> None:
+    """Raises DataError where the prompt leaves no room in the context, or holds ids that the model does not know."""
+    length, limit = len(request.prompt_tokens), max_context - 1
+    if not 1 <= length <= limit:
+        raise DataError(
+            f"the prompt of {request.request_id} has {length} tokens; there must be at least 1 and, to leave room "
+            f"for an answer, at most {limit} (rollout.max_context - 1): shorten it or raise rollout.max_context"
+        )
+    check_tokens(request.prompt_tokens, vocabulary_size, f"the prompt of {request.request_id}")
+
+
+def check_tokens(tokens: list[int], vocabulary_size: int, what: str) -> None:
+    """Raises DataError where `what` holds token ids that the model does not know."""
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary_size:
+        raise DataError(
+            f"{what} has token ids outside of the model's vocabulary of {vocabulary_size}: wrong tokenizer?"
+        )
 
 
 class Engine(Protocol):

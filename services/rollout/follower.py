@@ -10,6 +10,7 @@ import numpy as np
 
 from protocol.channel import Client
 from protocol.messages import Follow, Leave, Offer, Ok
+from services.changes import Changes
 from services.rollout.engine import Engine, Slot, Weights
 from shared.config import RunConfig
 from shared.errors import ProtocolError, Unreachable, WeightsError
@@ -46,7 +47,7 @@ class Follower:
         self._file: SnapshotFile | None = None
         self._slot: int | None = None
         self._lineage, self._version = 0, -1
-        self._proof = asyncio.Condition()
+        self._proofs = Changes()
         self._proving: int | None = None
         self._failed_proofs = 0
         self.figures: dict[str, float] = {}
@@ -108,9 +109,8 @@ class Follower:
             }
             log.info("weights", lineage=offer.lineage, version=offer.version, attempt=attempt, **self.figures)
             if error <= self._tolerance:
-                async with self._proof:
-                    self._proving = None
-                    self._proof.notify_all()
+                self._proving = None
+                self._proofs.notify()
                 return
             self._failed_proofs += 1
         raise WeightsError(
@@ -124,11 +124,8 @@ class Follower:
         Raises WeightsError where they had to be loaded a second time. Where that does not help `run` raises, and the
         service ends.
         """
-        if self._proving not in versions:
-            return
         before = self._failed_proofs
-        async with self._proof:
-            await self._proof.wait_for(lambda: self._proving not in versions)
+        await self._proofs.until(lambda: self._proving not in versions, None)
         if self._failed_proofs != before:
             raise WeightsError("these samples were made with weights that were wrong: they are made anew")
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from services.rollout.embedded.decoder import Decoder
 from services.rollout.embedded.model import load_model
-from services.rollout.engine import Request, Sample, Weights
+from services.rollout.engine import Request, Sample, Weights, check_prompt, check_tokens
 from services.rollout.vocabulary import Vocabulary, end_tokens, load_tokenizer
 from shared.errors import ConfigError, DataError, EngineFailed, StrettoError
 from shared.log import log
@@ -102,7 +102,7 @@ class EmbeddedEngine:
         Raises DataError where the prompt does not fit or holds unknown tokens, StrettoError before the first swap,
         for an id that is in flight already, after `close`, and after a failure of the engine.
         """
-        self._check_prompt(request)
+        check_prompt(request, self._decoder.max_context, self._vocabulary_size)
         if self.version < 0:
             raise StrettoError(f"{request.request_id} came before the engine had any weights of the run: swap first")
         if request.request_id in self._open.values():
@@ -144,7 +144,7 @@ class EmbeddedEngine:
                 f"a sequence to score has {len(tokens)} tokens; it must have from 2 to {self._decoder.max_context} "
                 "(rollout.max_context)"
             )
-        self._check_tokens(tokens, "a sequence to score")
+        check_tokens(tokens, self._vocabulary_size, "a sequence to score")
         logprobs: np.ndarray = await self._post(lambda: self._decoder.score(tokens))
         return logprobs
 
@@ -162,6 +162,11 @@ class EmbeddedEngine:
             "busy_s": self._busy_s,
         }
 
+    @property
+    def _vocabulary_size(self) -> int:
+        size: int = self.model.config.get_text_config().vocab_size
+        return size
+
     async def failed(self) -> None:
         """Raises EngineFailed once the engine generates no more; does not return before."""
         await self._future()
@@ -172,20 +177,6 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         if self._thread.is_alive():
             raise StrettoError(f"the engine's thread did not end within {CLOSE_S:.0f} s: a decoding step hangs")
-
-    def _check_prompt(self, request: Request) -> None:
-        length, limit = len(request.prompt_tokens), self._decoder.max_context - 1
-        if not 1 <= length <= limit:
-            raise DataError(
-                f"the prompt of {request.request_id} has {length} tokens; there must be at least 1 and, to leave room "
-                f"for an answer, at most {limit} (rollout.max_context - 1): shorten it or raise rollout.max_context"
-            )
-        self._check_tokens(request.prompt_tokens, f"the prompt of {request.request_id}")
-
-    def _check_tokens(self, tokens: list[int], what: str) -> None:
-        size = self.model.config.get_text_config().vocab_size
-        if not 0 <= min(tokens) <= max(tokens) < size:
-            raise DataError(f"{what} has token ids outside of the model's vocabulary of {size}: wrong tokenizer?")
 
     def _future(self, request_id: str | None = None) -> asyncio.Future[Any]:
         """A future that fails with the engine; it is in `_open` until it is done."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engine import Request, Sample, Weights
+from services.rollout.engine import Request, Sample, Weights, check_prompt, check_tokens
 from services.rollout.vllm.arguments import check, engine_arguments, set_environment
 from services.rollout.vocabulary import Vocabulary, end_tokens, load_tokenizer
 from shared.config import Rollout
@@ -100,7 +100,7 @@ class VllmEngine:
         """
         from services.rollout.vllm.sampling import sample_of, sampling_params
 
-        self._check_prompt(request)
+        check_prompt(request, self._max_context, self._vocabulary_size)
         if self._version < 0:
             raise StrettoError(f"{request.request_id} came before the engine had any weights of the run: swap first")
         if request.request_id in self._open:
@@ -184,7 +184,7 @@ class VllmEngine:
                 f"a sequence to score has {len(tokens)} tokens; it must have at least 2 and fewer than "
                 f"{self._max_context} (rollout.max_context)"
             )
-        self._check_tokens(tokens, "a sequence to score")
+        check_tokens(tokens, self._vocabulary_size, "a sequence to score")
         async with self._order:
             output = await self._last_output(tokens, scoring_params(), f"score/{self._swaps}/{time.monotonic_ns()}")
         return prompt_logprobs(output, tokens)
@@ -266,21 +266,6 @@ class VllmEngine:
         self._void.discard(request_id)
         if not self._open:
             self._busy_s += time.monotonic() - self._busy_since
-
-    def _check_prompt(self, request: Request) -> None:
-        length, limit = len(request.prompt_tokens), self._max_context - 1
-        if not 1 <= length <= limit:
-            raise DataError(
-                f"the prompt of {request.request_id} has {length} tokens; there must be at least 1 and, to leave room "
-                f"for an answer, at most {limit} (rollout.max_context - 1): shorten it or raise rollout.max_context"
-            )
-        self._check_tokens(request.prompt_tokens, f"the prompt of {request.request_id}")
-
-    def _check_tokens(self, tokens: list[int], what: str) -> None:
-        if not 0 <= min(tokens) <= max(tokens) < self._vocabulary_size:
-            raise DataError(
-                f"{what} has token ids outside of the model's vocabulary of {self._vocabulary_size}: wrong tokenizer?"
-            )
 
 
 def _update_info(weights: Weights, number: int) -> dict[str, Any]:
