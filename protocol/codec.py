@@ -224,12 +224,15 @@ def _columns(table: list[Any], buffers: Sequence[memoryview], limits: Limits) ->
 
 
 def _column(entry: Any) -> tuple[str, np.dtype[Any], list[int]]:
-    match entry:
-        case [str(name), str(dtype), list(shape)] if 0 < len(name) <= 128 and dtype in DTYPES:
-            pass
-        case _:
-            raise ProtocolError("bad_column", f"a column is [name, dtype, shape] with a dtype of {', '.join(DTYPES)}")
-    for n in shape:
-        if type(n) is not int or n < 0 or len(shape) > _MAX_DIMENSIONS:
-            raise ProtocolError("bad_column", f"{name} has no valid shape")
+    if not (isinstance(entry, list) and len(entry) == 3):
+        raise ProtocolError("bad_column", "a column is [name, dtype, shape]")
+    name, dtype, shape = entry
+    if not (isinstance(name, str) and 0 < len(name) <= 128):
+        raise ProtocolError("bad_column", "a column has a name of at most 128 characters")
+    if not (isinstance(dtype, str) and dtype in DTYPES):
+        raise ProtocolError("bad_column", f"{name} has no dtype that the wire knows: {', '.join(DTYPES)}")
+    if not (
+        isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
+    ):
+        raise ProtocolError("bad_column", f"{name} has no valid shape")
     return name, DTYPES[dtype], shape

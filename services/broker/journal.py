@@ -28,10 +28,8 @@ FORMAT = 2
 APPLICATION_ID = 0x5374_7274
 """Tells SQLite files of ours from those of others."""
 FILE = "journal.sqlite"
-PAGE_BYTES = 16_384
-"""Columns are large: fewer, larger pages than SQLite's own 4 KiB."""
-WAL_BYTES = 64 << 20
-"""Written before it is copied into the file and synced, which the group commits wait for."""
+WAL_PAGES = 16_384
+"""Written (64 MiB) before they are copied into the file and synced, which the group commits wait for."""
 
 _SCHEMA = """
 CREATE TABLE state (id INTEGER PRIMARY KEY CHECK (id = 0), value BLOB NOT NULL);
@@ -249,11 +247,9 @@ def _open(file: Path, durability: Durability) -> sqlite3.Connection:
         is_new = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
         if not is_new:
             _check(connection, file, remedy)
-        if is_new:
-            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {durability}")
-        connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_BYTES // PAGE_BYTES}")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         if is_new:
             connection.executescript(
                 f"BEGIN; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from services.broker import segments
-from services.broker.journal import FORMAT, PAGE_BYTES, Journal
+from services.broker.journal import FORMAT, Journal
 from services.broker.ledger import Entry
 from shared.errors import DataError, StrettoError
 from shared.group import Prompt, TrajectoryGroup
@@ -257,12 +257,12 @@ def damage_header(file):
 
 def damage_page(file):
     data = bytearray(file.read_bytes())
-    data[PAGE_BYTES : 2 * PAGE_BYTES] = os.urandom(PAGE_BYTES)
+    data[4096:8192] = os.urandom(4096)
     file.write_bytes(data)
 
 
 def truncate(file):
-    file.write_bytes(file.read_bytes()[: PAGE_BYTES * 2 + 100])
+    file.write_bytes(file.read_bytes()[: 2 * 4096 + 100])
 
 
 def foreign(file):
