@@ -30,7 +30,8 @@ def test_a_run_trains_evaluates_saves_and_reports(workplace):
     assert train["admitted"] == train["consumed"] == 16 and train["in_flight"] == 0
     for instance, seconds in report["time"].items():
         assert sum(seconds.values()) > 0, instance
-    assert not list(shared_folder().glob("stretto-tiny-*"))
+    run_id = json.loads((folder / "status.json").read_text())["run_id"]
+    assert not list(shared_folder().glob(f"stretto-{run_id}-*"))
 
 
 def test_without_staleness_every_token_is_on_policy(workplace):
