@@ -16,6 +16,7 @@ PROTOCOL_VERSION = 1
 
 Name = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=65_536)]
+Transport = Literal["shm", "gloo", "nccl", "stream"]
 Service = Literal["rollout", "reward", "reference", "critic", "learner", "broadcaster", "client"]
 
 
@@ -285,9 +286,10 @@ class Publish(Body):
 
 
 class Follow(Body):
-    """A rollout tells which snapshot it reads and waits for a newer one. Answered by Offer.
+    """A rollout tells which snapshot it has and waits for a newer one. Answered by Offer.
 
-    path, slot, version: what it reads now (None, None, -1 at first), and nothing else from this moment on.
+    path, slot: what it reads in the learner's shared memory, and nothing else from this moment on; None where it reads
+    nothing there. lineage, version: of its weights; -1 where it has none.
     """
 
     type = "follow"
@@ -297,6 +299,18 @@ class Follow(Body):
     lineage: int
     version: int
     wait_ms: int
+    transports: list[Transport] = Field(["shm"], description="the ways it can take a snapshot")
+
+
+class Round(Body):
+    """A collective broadcast of one snapshot, and a rollout's part in it."""
+
+    type = "round"
+    epoch: Name = Field(description="of the group: another one means that it is to be made anew")
+    rank: int = Field(gt=0, description="0 is the broadcaster")
+    size: int = Field(gt=1)
+    port: int = Field(gt=0, lt=65536, description="of the rendezvous, on the broadcaster's host")
+    delta_bytes: list[int] | None = Field(description="of each bucket's delta, 0: as it was; None: whole buckets")
 
 
 class Offer(Body):
@@ -308,6 +322,39 @@ class Offer(Body):
     lineage: int
     version: int
     manifest: dict[str, Any] | None
+    transport: Transport = "shm"
+    round: Round | None = Field(None, description="of a collective transport")
+
+
+class Join(Body):
+    """A rollout has made room for what the round brings. Answered by Ok once all members have, or by `aborted`."""
+
+    type = "join"
+    instance: Name
+    epoch: str
+    lineage: int
+    version: int
+    size_bytes: int = Field(description="of the snapshot, on which all must agree")
+
+
+class Fetch(Body):
+    """Ask for one bucket of the snapshot that was offered. Answered by Bucket with the column `bytes`."""
+
+    type = "fetch"
+    only_reads = True
+    instance: str
+    lineage: int
+    version: int
+    bucket: int = Field(ge=0)
+    base_lineage: int = Field(description="with base_version: what a delta may start from; version -1: nothing")
+    base_version: int
+
+
+class Bucket(Body):
+    """One bucket: all of it, or what changed since the base."""
+
+    type = "bucket"
+    is_delta: bool
 
 
 class Event(Body):

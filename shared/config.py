@@ -157,8 +157,14 @@ class Checkpoint(Section):
 class Weights(Section):
     """How new weights reach the rollouts."""
 
-    transport: Literal["shm"] = Field("shm", description="shm: shared memory of one host")
+    transport: Literal["auto", "shm", "gloo", "nccl", "stream"] = Field(
+        "auto",
+        description="shm: the learner's shared memory; gloo, nccl: broadcast to all rollouts at once, unencrypted; "
+        "stream: to each over ZeroMQ; auto: shm on the learner's host, elsewhere stream with keys and gloo without",
+    )
     slots: int = Field(3, ge=3, le=64, description="snapshots in shared memory")
+    deltas: bool = Field(True, description="send only what changed, where that is smaller; not with shm")
+    progress_s: Seconds = Field(10.0, description="time without a byte or a sign of a rollout that ends a broadcast")
     bucket_mib: Positive = Field(16, description="unit of the checksums")
     probe_tokens: int = Field(16, ge=2, description="length of the sequence that proves the weights after each swap")
     tolerance: float | None = Field(None, gt=0, description="largest log-prob difference; default by dtype")

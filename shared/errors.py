@@ -54,5 +54,9 @@ class WeightsError(StrettoError):
     """A rollout's weights are not those that the learner published."""
 
 
+class BrokenTransfer(WeightsError):
+    """A collective transfer was given up: a member is gone, or no byte came in time."""
+
+
 class SelfCheckError(ConfigError):
     """Engine and learner do not agree at version 0; training on would be training on noise."""

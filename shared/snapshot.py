@@ -46,6 +46,11 @@ class Layout:
     tensors: dict[str, tuple[str, tuple[int, ...], int]]
     size_bytes: int
 
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of the smallest item."""
+        return min(ITEM_BYTES[dtype] for dtype, _, _ in self.tensors.values())
+
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Layout:
         """All tensors one after the other, each at a multiple of 64 bytes; the slot is a whole number of pages."""
@@ -194,10 +199,14 @@ class SnapshotFile:
         """Whether a slot still holds a version."""
         return bool((self._stamps[slot] == (lineage, version, READY)).all())
 
+    def buckets(self, slot: int, bucket_bytes: int) -> list[np.ndarray]:
+        """The bytes of a slot in pieces: u1 arrays, views on the shared memory."""
+        flat = self._bytes[slot]
+        return [flat[at : at + bucket_bytes] for at in range(0, len(flat), bucket_bytes)]
+
     def checksums(self, slot: int, bucket_bytes: int) -> list[int]:
         """XXH3 (64 bits) of each bucket of a slot."""
-        flat = self._bytes[slot]
-        return [xxhash.xxh3_64_intdigest(flat[at : at + bucket_bytes]) for at in range(0, len(flat), bucket_bytes)]
+        return [checksum(bucket) for bucket in self.buckets(slot, bucket_bytes)]
 
     def verify(self, slot: int, manifest: Manifest) -> None:
         """Raises WeightsError where a bucket of a slot is not what its manifest says."""
@@ -209,6 +218,16 @@ class SnapshotFile:
     def unlink(self) -> None:
         """Remove the file; whoever has it open keeps it until it is done."""
         self.path.unlink(missing_ok=True)
+
+
+def is_here(name: str) -> bool:
+    """Whether a snapshot file lies in this host's shared memory."""
+    return _path_of(name).exists()
+
+
+def checksum(bucket: np.ndarray) -> int:
+    """XXH3 (64 bits) of some bytes."""
+    return xxhash.xxh3_64_intdigest(bucket.data)
 
 
 def _path_of(name: str) -> Path:

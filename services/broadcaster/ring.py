@@ -17,6 +17,11 @@ class Snapshot:
     version: int
     manifest: dict[str, Any]
 
+    @property
+    def id(self) -> tuple[int, int]:
+        """What orders snapshots: (lineage, version)."""
+        return self.lineage, self.version
+
 
 @dataclass(slots=True)
 class Reader:
@@ -42,6 +47,7 @@ class Ring:
     deadline_s: float
     path: str | None = None
     newest: Snapshot | None = None
+    _published: dict[int, Snapshot] = field(default_factory=dict)
     _readers: dict[str, Reader] = field(default_factory=dict)
     _evicted: set[str] = field(default_factory=set)
     _writing: int | None = None
@@ -58,6 +64,7 @@ class Ring:
         if not is_new:
             raise ProtocolError("unknown_lease", "this broadcaster has started since: write to a new file")
         self.path, self.newest, self._writing = path, None, None
+        self._published.clear()
         for reader in self._readers.values():
             reader.reading = reader.offered = None
 
@@ -68,6 +75,7 @@ class Ring:
             self._blocked_since = now if self._blocked_since is None else self._blocked_since
         else:
             self._blocked_since, self._writing = None, slot
+            self._published.pop(slot, None)
         return slot
 
     def evict(self, now: float) -> list[str]:
@@ -81,9 +89,28 @@ class Ring:
         return evicted
 
     def _free_slot(self) -> int | None:
+        """The one with the oldest snapshot, since deltas start from the others."""
         newest = self.newest.slot if self.newest else None
-        taken = (slot for slot in range(self.slots) if slot != newest)
-        return next((s for s in taken if not any(reader.holds(s) for reader in self._readers.values())), None)
+        free = [
+            slot
+            for slot in range(self.slots)
+            if slot != newest and not any(reader.holds(slot) for reader in self._readers.values())
+        ]
+        return min(free, key=self._age, default=None)
+
+    def _age(self, slot: int) -> tuple[int, int]:
+        snapshot = self._published.get(slot)
+        return (-1, -1) if snapshot is None else snapshot.id
+
+    def find(self, lineage: int, version: int) -> Snapshot | None:
+        """The snapshot of a version, while no slot was acquired over it. Nothing holds it."""
+        found = (s for s in self._published.values() if s.id == (lineage, version))
+        return next(found, None)
+
+    def offered(self, instance: str, lineage: int, version: int) -> Snapshot | None:
+        """The snapshot of a version, if it is held for a rollout."""
+        reader, snapshot = self._readers.get(instance), self.find(lineage, version)
+        return snapshot if reader and snapshot and reader.offered == snapshot.slot else None
 
     def blockers(self) -> list[str]:
         """Readers that hold a snapshot other than the newest."""
@@ -99,6 +126,7 @@ class Ring:
         if path != self.path or snapshot.slot != self._writing:
             raise ProtocolError("unknown_lease", f"slot {snapshot.slot} was not acquired")
         self.newest, self._writing = snapshot, None
+        self._published[snapshot.slot] = snapshot
 
     def follow(self, instance: str, path: str | None, slot: int | None, lineage: int, version: int) -> Snapshot | None:
         """A rollout reads `slot` of a file and nothing else; returns the newest snapshot, held for it, if it is newer.
@@ -118,10 +146,15 @@ class Ring:
     def offer(self, instance: str, lineage: int, version: int) -> Snapshot | None:
         """The newest snapshot, held for a rollout from now on; None where it is not newer, or the rollout is gone."""
         reader = self._readers.get(instance)
-        if reader is None or self.newest is None or (self.newest.lineage, self.newest.version) <= (lineage, version):
+        if reader is None or self.newest is None or self.newest.id <= (lineage, version):
             return None
         reader.offered = self.newest.slot
         return self.newest
+
+    def release(self, instance: str) -> None:
+        """What was offered to a rollout need not be held any more: it has its own copy, or is not there to take it."""
+        if reader := self._readers.get(instance):
+            reader.offered = None
 
     def leave(self, instance: str) -> None:
         """A rollout is gone."""

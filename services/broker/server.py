@@ -44,6 +44,7 @@ from services.broker.ledger import Grant
 from services.broker.roster import Roster
 from services.broker.run import Run
 from services.changes import Changes
+from shared.addresses import advertised, host_of
 from shared.config import RunConfig
 from shared.errors import ProtocolError, RunStopped, StrettoError
 from shared.log import log
@@ -70,14 +71,13 @@ class Broker:
         contacts = self.run_state.contacts
         self._server = Server.again(contacts.get("broker"), config.broker.bind, self.handle)
         contacts["broker"] = self._server.address
-        host = config.broker.bind.rpartition(":")[0]
-        self._events = EventPublisher(f"{host}:0")
+        self._events = EventPublisher(f"tcp://{host_of(config.broker.bind)}:0")
         self._progress_at = self._clock.now()
 
     @property
     def address(self) -> str:
         """The address that services are given."""
-        return self.config.broker.advertise or self._server.address
+        return self.config.broker.advertise or advertised(self._server.address)
 
     async def run(self) -> None:
         """Serve until the run has ended. Raises RunStopped where it failed."""
@@ -181,7 +181,7 @@ class Broker:
             total_steps=run.total_steps,
             heartbeat_s=self.config.broker.heartbeat_s,
             broker_epoch=self._epoch,
-            events_address=self._events.address,
+            events_address=advertised(self._events.address),
             listened=listened,
         )
 

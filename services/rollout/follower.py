@@ -9,13 +9,15 @@ from collections.abc import Callable
 import numpy as np
 
 from protocol.channel import Client
-from protocol.messages import Follow, Leave, Offer, Ok
+from protocol.keys import find_keys
+from protocol.messages import Follow, Leave, Offer, Ok, Transport
 from services.changes import Changes
 from services.rollout.engine import Engine, Slot, Weights
+from services.rollout.receiver import Receiver
 from shared.config import RunConfig
 from shared.errors import ProtocolError, Unreachable, WeightsError
 from shared.log import log
-from shared.snapshot import Manifest, SnapshotFile
+from shared.snapshot import Manifest, SnapshotFile, is_here
 
 LONG_POLL_S = 20.0
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
@@ -40,10 +42,19 @@ class Follower:
         """on_version is told each version once the engine is proven to hold it."""
         self._client = Client(broadcaster, peer="broadcaster")
         self._instance = instance
+        self._transport = config.weights.transport
+        self._is_local = True
+        self._receiver = Receiver(
+            self._client,
+            instance,
+            progress_s=config.weights.progress_s,
+            patience_s=config.broker.patience_s,
+        )
         self._engine = engine
         self._on_version = on_version
         self._patience_s = config.broker.patience_s
         self._tolerance = config.weights.tolerance or TOLERANCE[config.rollout.dtype]
+        self._is_shared = False
         self._file: SnapshotFile | None = None
         self._slot: int | None = None
         self._lineage, self._version = 0, -1
@@ -69,27 +80,56 @@ class Follower:
         """Take the newest snapshot once there is a newer one; return without it after a while."""
         request = Follow(
             instance=self._instance,
-            path=None if self._file is None else self._file.path.name,
-            slot=self._slot,
+            path=self._file.path.name if self._file is not None and self._is_shared else None,
+            slot=self._slot if self._is_shared else None,
             lineage=self._lineage,
             version=self._version,
             wait_ms=int(LONG_POLL_S * 1000),
+            transports=self._transports(),
         )
         offer, _ = await self._client.request(request, Offer, wait_s=LONG_POLL_S, deadline_s=self._patience_s)
         if offer.slot is None or offer.path is None or offer.manifest is None:
             return
         manifest = Manifest.from_wire(offer.manifest)
-        if self._file is None or self._file.path.name != offer.path:
-            self._file = SnapshotFile.attach(offer.path, manifest.layout)
-        await self._load(self._file, offer, offer.slot, manifest)
-        self._slot, self._lineage, self._version = offer.slot, offer.lineage, offer.version
+        if self._transport == "auto":
+            self._is_local = is_here(offer.path)
+        is_shared = offer.transport == "shm"
+        if not is_shared:
+            received = await self._receiver.receive(offer, manifest)
+            if received is None:
+                return
+            file, slot = received
+        elif self._is_local:
+            file, slot = self._attached(offer.path, manifest), offer.slot
+        else:
+            log.info("the learner's shared memory is not here: snapshots are received", transports=self._transports())
+            return
+        await self._load(file, offer, slot, manifest)
+        self._is_shared, self._file, self._slot = is_shared, file, slot
+        self._lineage, self._version = offer.lineage, offer.version
         self._on_version(offer.version)
 
+    def _attached(self, name: str, manifest: Manifest) -> SnapshotFile:
+        if self._file is not None and self._file.path.name == name:
+            return self._file
+        return SnapshotFile.attach(name, manifest.layout)
+
+    def _transports(self) -> list[Transport]:
+        """The ways that this rollout can take a snapshot, the best one first."""
+        match self._transport:
+            case "auto":
+                return ["shm"] if self._is_local else ["stream"] if find_keys() else ["gloo", "stream"]
+            case "gloo" | "nccl" as collective:
+                return [collective, "stream"]
+            case transport:
+                return [transport]
+
     async def _load(self, file: SnapshotFile, offer: Offer, slot: int, manifest: Manifest) -> None:
-        """Verify, swap and probe; once more where the probe fails."""
+        """Swap and probe; once more where the probe fails."""
         for attempt in (1, 2):
             start = time.perf_counter()
-            await asyncio.to_thread(file.verify, slot, manifest)
+            if offer.transport == "shm":  # what is received was verified as it came
+                await asyncio.to_thread(file.verify, slot, manifest)
             verified = time.perf_counter()
             place = Slot(file.path.name, slot, file.layout)
             weights = Weights(offer.lineage, offer.version, file.tensors(slot), place)
@@ -106,6 +146,7 @@ class Follower:
                 "weights/proof_s": proven - verified,
                 "weights/probe_error": error,
                 "weights/version": float(offer.version),
+                **self._receiver.figures,
             }
             log.info("weights", lineage=offer.lineage, version=offer.version, attempt=attempt, **self.figures)
             if error <= self._tolerance:
@@ -143,4 +184,5 @@ class Follower:
             await self._client.request(Leave(instance=self._instance), Ok, deadline_s=2.0)
         except (Unreachable, ProtocolError) as trouble:
             log.warning("could not tell the broadcaster that this rollout leaves", error=str(trouble))
+        self._receiver.close()
         await self._client.close()

@@ -49,17 +49,19 @@ class Path:
         self.versions = []
         self.follower = Follower(address, self.engine, config, "rollout-0", on_version=self.versions.append)
 
-    def serve(self, server):
-        self._serving = asyncio.create_task(server.run())
+    def serve(self, server, broadcaster):
+        self._serving = [asyncio.create_task(part) for part in (server.run(), broadcaster.rounds.run())]
 
     async def stop_serving(self):
-        self._serving.cancel()
-        await asyncio.gather(self._serving, return_exceptions=True)
+        for part in self._serving:
+            part.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def restart_broadcaster(self, free_again):
         await self.stop_serving()
         await free_again(self.address)
-        self.serve(Server(self.address, Broadcaster(self.config.weights).handle))
+        broadcaster = Broadcaster(self.config.weights)
+        self.serve(Server(self.address, broadcaster.handle), broadcaster)
 
     async def publish(self, version):
         tensors = await self.publisher.acquire(0, version)
@@ -77,14 +79,16 @@ class Path:
 async def weight_path(model, tmp_path, monkeypatch, dtype="float32", **weights):
     monkeypatch.setenv("STRETTO_SHM", str(tmp_path))
     config = config_of(model, dtype, **weights)
-    server = Server("tcp://127.0.0.1:0", Broadcaster(config.weights).handle)
+    broadcaster = Broadcaster(config.weights)
+    server = Server("tcp://127.0.0.1:0", broadcaster.handle)
     path = Path(config, server.address)
-    path.serve(server)
+    path.serve(server, broadcaster)
     try:
         yield path
     finally:
         await path.engine.close()
         await path.follower._client.close()
+        path.follower._receiver.close()
         await path.publisher.close()
         await path.stop_serving()
 
