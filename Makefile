@@ -10,7 +10,7 @@ help:
 	@echo "make demo    install, pull a small model, and train it on the arithmetic example (about 10 minutes on 2 cores)"
 	@echo "make test    install with the development tools, then lint, type-check and run all tests"
 	@echo "make lint    ruff and mypy alone"
-	@echo "make chaos   kill and stop the services of a run 200 times (about 15 minutes)"
+	@echo "make chaos   kill and stop the services of a run 200 times, and receivers of weights 50 times (20 minutes)"
 	@echo "make fuzz    send a million mutated messages (about 10 minutes)"
 	@echo "make soak    50,000 steps of an emulated model: no service may grow (about 20 minutes)"
 	@echo "make format  let ruff format the code"
@@ -45,6 +45,7 @@ test: lint
 
 chaos: $(VENV)/.dev
 	$(BIN)/python tests/chaos/chaos.py --faults 200
+	$(BIN)/python tests/chaos/transports.py --repetitions 50
 
 fuzz: $(VENV)/.dev
 	$(BIN)/python tests/protocol/fuzz.py --messages 1000000

@@ -23,6 +23,9 @@ Backend = Literal["gloo", "nccl"]
 IN_FLIGHT = 2
 """Pieces on their way at once: while one is checked the next one is received."""
 
+CONNECT_TRIES = 5
+"""Timeouts that gloo may wait, one after the other, for a member that does not let itself be connected to."""
+
 
 class Rendezvous:
     """Where the members of all epochs find each other: a store in this process, on `host` alone. port: where."""
@@ -52,13 +55,14 @@ class Group:
 
         self.epoch = epoch
         self._is_root = rank == 0
-        self._deadline = timedelta(seconds=deadline_s)
+        deadline = timedelta(seconds=deadline_s)
         with _as_broken(f"the {backend} group of epoch {epoch} could not be made"):
-            store = PrefixStore(epoch, TCPStore(*at, is_master=False, timeout=self._deadline))
-            self._group: Any = _MAKE[backend](store, rank, size, at, self._deadline)
+            store = PrefixStore(epoch, TCPStore(*at, is_master=False, timeout=deadline))
+            self._group: Any = _MAKE[backend](store, rank, size, at, deadline)
         self._staging = backend == "nccl"
         self._how = dist.BroadcastOptions()
         self._how.rootRank = self._how.rootTensor = 0
+        self._how.timeout = timedelta(seconds=deadline_s)
 
     def broadcast(self, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Send these u1 arrays, or receive into them; gives each back once that is done. In a thread.
@@ -95,7 +99,7 @@ def _make_gloo(store: Any, rank: int, size: int, at: tuple[str, int], deadline: 
     from torch.distributed import ProcessGroupGloo
 
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = deadline
+    options._timeout = deadline / CONNECT_TRIES
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     where = {"interface": interface} if interface else {"hostname": own_address(at[0])}
     options._devices = [ProcessGroupGloo.create_device(**where)]

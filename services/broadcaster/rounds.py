@@ -128,6 +128,8 @@ class Rounds:
 
     async def run(self) -> None:
         """Hold rounds until cancelled."""
+        await self._changes.until(lambda: bool(self._known), None)
+        self._rendezvous = await asyncio.to_thread(Rendezvous, self._host)  # imports torch, which takes a second
         patience_s = self._progress_s
         try:
             while True:
@@ -199,8 +201,7 @@ class Rounds:
         if self._group is None:
             self._made += 1
         self._group_members = members
-        if self._rendezvous is None:
-            self._rendezvous = Rendezvous(self._host)
+        assert self._rendezvous is not None
         epoch, snapshot = f"{self._token}-{self._made}", source.snapshot
         sizes = None if deltas is None else [len(coded) for coded in deltas]
         for rank, member in enumerate(members, 1):
