@@ -126,7 +126,8 @@ def with_own_logprobs(trainer, group, shift: float = 0.0):
     from services.learner.packing import micro_batches, pack
 
     tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
-    batch = GroupBatch("g", group.columns["prompt_tokens"], tokens, logprobs, mask, np.ones(len(tokens)))
+    n = len(tokens)
+    batch = GroupBatch("g", group.columns["prompt_tokens"], tokens, logprobs, mask, np.ones(n), np.zeros(n, dtype="i8"))
     (rows,) = micro_batches([batch], 10_000)
     with torch.no_grad():
         own, _ = trainer.backend.logprobs(pack(rows), 1.0)
