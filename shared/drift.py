@@ -13,10 +13,11 @@ from shared.errors import DriftError
 WARN_EVERY = 20
 """Versions between two warnings."""
 
-NUMERICS = (
-    "learner.dtype and rollout.dtype (does float32 on both sides agree?), a K/V cache that is quantised, and the "
-    "temperature and filters that the engine really samples with"
+CAUSES = (
+    "learner.dtype and rollout.dtype (do both sides agree in float32?), a quantised K/V cache, and the temperature and "
+    "filters that the engine really samples with"
 )
+"""Why engine and learner may differ at one version, after the self-check at version 0 found them alike."""
 
 
 class DriftWarnings:
@@ -32,7 +33,7 @@ class DriftWarnings:
             return None
         self._last = version
         moved = "how far an update moves the policy (learner.lr, kl), " if metrics.get("drift/fresh/lag") else ""
-        return f"{_figures(metrics, version, f'drift_warn: {self._limit:g}')}; look at {moved}{NUMERICS}"
+        return f"{_figures(metrics, version, f'drift_warn: {self._limit:g}')}; look at {moved}{CAUSES}"
 
 
 def check_drift(metrics: Mapping[str, float], version: int, limit: float | None) -> None:
@@ -43,8 +44,8 @@ def check_drift(metrics: Mapping[str, float], version: int, limit: float | None)
     if _exceeds(metrics, limit) and metrics.get("drift/fresh/lag") == 0:
         raise DriftError(
             f"engine and learner do not compute the same policy any more: "
-            f"{_figures(metrics, version, f'drift_stop: {limit:g}')}; likely causes are {NUMERICS}; "
-            "go on by --resume once it is mended, or with learner.drift_stop=null"
+            f"{_figures(metrics, version, f'drift_stop: {limit:g}')}; likely causes are {CAUSES}; "
+            "mend it and go on by --resume, or raise learner.drift_stop"
         )
 
 
