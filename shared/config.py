@@ -136,15 +136,15 @@ class Learner(Section):
     clip_norm: float | None = Field(1.0, gt=0, description="gradient norm to clip to; null: none")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     drift_warn: float | None = Field(
-        0.1,
+        None,
         gt=0,
-        description="nats by which the engine's log-probs of a step's freshest samples may differ from the learner's, "
-        "on average, before the run warns; null: it never does",
+        description="nats by which the log-probs of engine and learner may differ, on average over samples of the "
+        "learner's own version, before the run warns; default by dtype",
     )
     drift_stop: float | None = Field(
         None,
         gt=0,
-        description="the same for samples of the learner's very version: beyond it the run ends; null: it goes on",
+        description="the same, before the run ends; default: it never does",
     )
 
 

@@ -1,14 +1,18 @@
 """Log-prob drift between engine and learner: when a run warns of it and when it ends. The broker and the learner ask.
 
-It is judged by the `drift/fresh/…` metrics of a step: those of the freshest samples, which are `drift/fresh/lag`
-versions older than the learner. Only at lag 0 is the difference numerics alone; otherwise the policy has moved too.
+It is judged by the `drift/fresh/…` metrics of a step, and only where these are of samples of the learner's own version
+(`drift/fresh/lag` 0): there the difference is numerics alone, and not how far the policy has moved since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shared.config import RunConfig
 from shared.errors import DriftError
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 2e-2}
+"""Mean |learner − engine| log-prob of one version above which the two do not compute the same policy, by dtype."""
 
 WARN_EVERY = 20
 """Versions between two warnings."""
@@ -20,11 +24,21 @@ CAUSES = (
 """Why engine and learner may differ at one version, after the self-check at version 0 found them alike."""
 
 
-class DriftWarnings:
-    """Warns of drift above a limit (nats; None: never), at most once in WARN_EVERY versions."""
+def tolerance(config: RunConfig) -> float:
+    """Of the coarser of the two dtypes."""
+    return max(TOLERANCE[config.learner.dtype], TOLERANCE[config.rollout.dtype])
 
-    def __init__(self, limit: float | None) -> None:
-        self._limit = limit
+
+def warn_limit(config: RunConfig) -> float:
+    """Mean drift, in nats, above which a run warns."""
+    return config.learner.drift_warn or tolerance(config)
+
+
+class DriftWarnings:
+    """Warns of drift above `learner.drift_warn`, at most once in WARN_EVERY versions."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._limit = warn_limit(config)
         self._last: int | None = None
 
     def of(self, metrics: Mapping[str, float], version: int) -> str | None:
@@ -32,33 +46,31 @@ class DriftWarnings:
         if not _exceeds(metrics, self._limit) or (self._last is not None and version - self._last < WARN_EVERY):
             return None
         self._last = version
-        moved = "how far an update moves the policy (learner.lr, kl), " if metrics.get("drift/fresh/lag") else ""
-        return f"{_figures(metrics, version, f'drift_warn: {self._limit:g}')}; look at {moved}{CAUSES}"
+        return f"{_figures(metrics, version)}, above learner.drift_warn ({self._limit:g}): look at {CAUSES}"
 
 
 def check_drift(metrics: Mapping[str, float], version: int, limit: float | None) -> None:
-    """Raises DriftError where an update of the policy `version` has samples of that very version, and they drift.
+    """Raises DriftError where an update of the policy `version` has samples of that version that drift.
 
     limit: nats that the engine's log-probs of them may be from the learner's, on average; None: any.
     """
-    if _exceeds(metrics, limit) and metrics.get("drift/fresh/lag") == 0:
+    if limit is not None and _exceeds(metrics, limit):
         raise DriftError(
-            f"engine and learner do not compute the same policy any more: "
-            f"{_figures(metrics, version, f'drift_stop: {limit:g}')}; likely causes are {CAUSES}; "
-            "mend it and go on by --resume, or raise learner.drift_stop"
+            f"engine and learner do not compute the same policy any more: {_figures(metrics, version)}, above "
+            f"learner.drift_stop ({limit:g}); likely causes are {CAUSES}; mend it and go on by --resume, or raise "
+            "learner.drift_stop"
         )
 
 
-def _exceeds(metrics: Mapping[str, float], limit: float | None) -> bool:
-    return limit is not None and metrics.get("drift/fresh/mean", 0.0) > limit
+def _exceeds(metrics: Mapping[str, float], limit: float) -> bool:
+    return metrics.get("drift/fresh/lag") == 0 and metrics.get("drift/fresh/mean", 0.0) > limit
 
 
-def _figures(metrics: Mapping[str, float], version: int, limit: str) -> str:
-    mean, largest, k3, tokens, lag = (
-        metrics.get(f"drift/fresh/{name}", float("nan")) for name in ("mean", "max", "k3", "tokens", "lag")
+def _figures(metrics: Mapping[str, float], version: int) -> str:
+    tokens, mean, largest, k3 = (
+        metrics.get(f"drift/fresh/{name}", float("nan")) for name in ("tokens", "mean", "max", "k3")
     )
     return (
-        f"the log-probs of {tokens:.0f} tokens that the engine sampled with version {version - lag:.0f} differ from "
-        f"those of the learner at version {version} by {mean:.3g} nats on average (learner.{limit}), at most by "
-        f"{largest:.3g}, k3 {k3:.3g}"
+        f"the engine's log-probs of {tokens:.0f} tokens that it sampled with version {version} differ from the "
+        f"learner's at the same version by {mean:.3g} nats on average, at most by {largest:.3g}, k3 {k3:.3g}"
     )

@@ -65,7 +65,7 @@ class Run:
         self.run_id = f"{config.name}-{os.urandom(8).hex()}"
         self.contacts: dict[str, str] = {}
         self.warnings: deque[str] = deque(maxlen=20)
-        self._drift = DriftWarnings(config.learner.drift_warn)
+        self._drift = DriftWarnings(config)
         self.ledger = Ledger(stages, Policy.of(config, self.total_steps))
         self.log = RunLog(self.folder)
         self._announce = announce

@@ -17,12 +17,9 @@ from shared.algorithms import Algorithm
 from shared.algorithms.base import LossInput
 from shared.algorithms.losses import aggregate, kl_k3, log_ratio
 from shared.config import RunConfig
-from shared.drift import check_drift
+from shared.drift import check_drift, tolerance
 from shared.errors import SelfCheckError, StrettoError
 from shared.group import TrajectoryGroup
-
-DRIFT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 2e-2}
-"""Mean |learner − engine| log-prob at version 0 above which the two do not compute the same policy."""
 
 
 class Trainer:
@@ -136,12 +133,11 @@ class Trainer:
             packed = pack(rows)
             _add(sums, self._losses(packed, self.backend.logprobs(packed, self.config.sampling.temperature)[0])[1])
         found = _means(sums)
-        dtypes = (self.config.learner.dtype, self.config.rollout.dtype)
-        tolerance = max(DRIFT_TOLERANCE[dtype] for dtype in dtypes)
-        if not found["drift/mean"] <= tolerance or found.get("clip_fraction", 0.0) > 0.05:
+        allowed = tolerance(self.config)
+        if not found["drift/mean"] <= allowed or found.get("clip_fraction", 0.0) > 0.05:
             raise SelfCheckError(
                 f"engine and learner disagree before the first update: log-probs of the engine's samples differ by "
-                f"{found['drift/mean']:.3g} on average (allowed: {tolerance:g}), at most by {found['drift/max']:.3g}. "
+                f"{found['drift/mean']:.3g} on average (allowed: {allowed:g}), at most by {found['drift/max']:.3g}. "
                 "Likely causes: another temperature or sampling filter on one side, a dtype that is too coarse, or a "
                 "chat template or end token that the engine treats differently"
             )

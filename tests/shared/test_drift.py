@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from shared.config import parse_config
 from shared.drift import WARN_EVERY, DriftWarnings, check_drift
 from shared.errors import ConfigError, DriftError
+
+
+def warnings(*, learner: str = "bfloat16", rollout: str = "bfloat16", limit: float | None = None) -> DriftWarnings:
+    tree = {
+        "model": "none",
+        "steps": 1,
+        "prompts_per_step": 1,
+        "samples_per_prompt": 2,
+        "data": {"train": "none"},
+        "reward": {"signals": [{"name": "s", "function": "exact_match"}]},
+        "learner": {"dtype": learner, "drift_warn": limit},
+        "rollout": {"dtype": rollout},
+    }
+    return DriftWarnings(parse_config(tree))
 
 
 def metrics(mean: float, *, lag: int = 0) -> dict[str, float]:
@@ -14,41 +29,46 @@ def metrics(mean: float, *, lag: int = 0) -> dict[str, float]:
 
 
 def test_a_warning_has_figures_limit_and_where_to_look():
-    warning = DriftWarnings(0.1).of(metrics(0.31), 7)
-    assert warning.startswith(
-        "the log-probs of 312 tokens that the engine sampled with version 7 differ from those of the learner at "
-        "version 7 by 0.31 nats on average (learner.drift_warn: 0.1), at most by 1.9, k3 0.07; look at learner.dtype"
+    assert (
+        warnings(limit=0.3)
+        .of(metrics(0.31), 7)
+        .startswith(
+            "the engine's log-probs of 312 tokens that it sampled with version 7 differ from the learner's at the same "
+            "version by 0.31 nats on average, at most by 1.9, k3 0.07, above learner.drift_warn (0.3): look at "
+        )
     )
 
 
-def test_where_the_policy_has_moved_since_the_samples_a_warning_says_so():
-    warning = DriftWarnings(0.1).of(metrics(0.31, lag=2), 7)
-    assert "sampled with version 5 differ from those of the learner at version 7" in warning
-    assert "look at how far an update moves the policy (learner.lr, kl), learner.dtype" in warning
-
-
 def test_a_warning_comes_once_in_so_many_versions():
-    warnings = DriftWarnings(0.1)
-    warned = [version for version in range(50) if warnings.of(metrics(0.31 if version >= 3 else 0.05), version)]
+    own = warnings()
+    warned = [version for version in range(50) if own.of(metrics(0.31 if version >= 3 else 0.05), version)]
     assert warned == [3, 3 + WARN_EVERY, 3 + 2 * WARN_EVERY]
 
 
-@pytest.mark.parametrize("limit", [None, 0.31])
-def test_there_is_no_warning_and_no_end_without_a_limit_or_up_to_it(limit):
-    assert DriftWarnings(limit).of(metrics(0.31), 7) is None
-    check_drift(metrics(0.31), 7, limit)
+@pytest.mark.parametrize(
+    ("learner", "rollout", "limit"),
+    [("float32", "float32", 1e-3), ("float32", "float16", 0.02), ("bfloat16", "float32", 0.1)],
+)
+def test_by_default_a_run_warns_where_the_self_check_would_fail(learner, rollout, limit):
+    own = warnings(learner=learner, rollout=rollout)
+    assert own.of(metrics(limit), 7) is None
+    assert own.of(metrics(1.01 * limit), 7) is not None
 
 
-def test_a_step_without_samples_to_compare_neither_warns_nor_ends():
-    assert DriftWarnings(0.1).of({}, 7) is None
-    check_drift({}, 7, 0.1)
-
-
-def test_beyond_its_limit_the_drift_of_the_own_version_ends_the_run_and_no_restart_mends_it():
-    with pytest.raises(DriftError, match=r"by 0\.31 nats .*\(learner\.drift_stop: 0\.3\), at most by 1\.9, k3 0\.07"):
+def test_a_run_ends_beyond_its_limit_alone():
+    check_drift(metrics(0.31), 7, None)
+    check_drift(metrics(0.31), 7, 0.31)
+    with pytest.raises(
+        DriftError, match=r"version 7 differ .* by 0\.31 nats .* above learner\.drift_stop \(0\.3\); lik"
+    ):
         check_drift(metrics(0.31), 7, 0.3)
+
+
+def test_no_restart_mends_drift():
     assert issubclass(DriftError, ConfigError)
 
 
-def test_the_drift_of_older_samples_never_ends_a_run():
-    check_drift(metrics(9.0, lag=1), 7, 0.3)
+@pytest.mark.parametrize("figures", [{}, metrics(9.0, lag=1)], ids=["nothing", "older"])
+def test_a_step_without_samples_of_the_own_version_neither_warns_nor_ends(figures):
+    assert warnings().of(figures, 7) is None
+    check_drift(figures, 7, 0.1)
