@@ -177,10 +177,11 @@ def test_tokens_that_do_not_count_or_have_no_log_prob_are_not_compared(new_train
     trainer.version = 3
     group, n = drifted(trainer)
     group.columns["behavior_logprobs"][0] = np.nan
-    group.columns["loss_mask"][n[0] + n[1] : -n[3]] = False
+    group.columns["loss_mask"][n[0] + n[1]] = False
     metrics = trainer.step([group])
-    assert metrics["drift/fresh/tokens"] == n[0] - 1
-    assert metrics["drift/fresh/mean"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["drift/fresh/tokens"] == n[0] - 1 + n[2] - 1
+    mean = (0.5 * (n[0] - 1) + 1.0 * (n[2] - 1)) / (n[0] - 1 + n[2] - 1)
+    assert metrics["drift/fresh/mean"] == pytest.approx(mean, abs=1e-5)
 
 
 def test_a_step_without_anything_to_compare_has_no_drift_and_does_not_end(new_trainer):
