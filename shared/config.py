@@ -135,6 +135,17 @@ class Learner(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW")
     clip_norm: float | None = Field(1.0, gt=0, description="gradient norm to clip to; null: none")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    drift_warn: float | None = Field(
+        None,
+        gt=0,
+        description="nats by which the log-probs of engine and learner may differ, on average over samples of the "
+        "learner's own version, before the run warns; default by dtype",
+    )
+    drift_stop: float | None = Field(
+        None,
+        gt=0,
+        description="the same, before the run ends; default: it never does",
+    )
 
 
 class Evaluation(Section):

@@ -60,3 +60,7 @@ class BrokenTransfer(WeightsError):
 
 class SelfCheckError(ConfigError):
     """Engine and learner do not agree at version 0; training on would be training on noise."""
+
+
+class DriftError(ConfigError):
+    """Engine and learner have come to disagree in the course of a run, by more than its limit."""

@@ -14,6 +14,7 @@ from services.rollout.vllm.arguments import check as check_vllm
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig
 from shared.cores import available_cores, plan_cores
+from shared.drift import warn_limit
 from shared.errors import ConfigError, StrettoError
 from shared.graph import Stage, check_graph
 from stretto.launcher import instances
@@ -86,6 +87,9 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
             f"each {config.checkpoint.every} versions and the last; {config.checkpoint.keep_last} are kept",
         ),
     ]
+    stop = config.learner.drift_stop
+    end = "it ends no run" if stop is None else f"the end above {stop:g}"
+    lines.append(("log-prob drift", f"a warning above {warn_limit(config):g} nats on average; {end}"))
     lines += [(f"stage {s.name}", f"needs {_names(s.needs)}; provides {_names(s.provides)}") for s in facts.stages]
     cores = plan_cores(config.cores, instances(config), available_cores())
     lines += [(f"cores of {name}", ", ".join(map(str, own))) for name, own in cores.items()]

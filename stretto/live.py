@@ -98,7 +98,8 @@ def step_line(record: dict[str, Any], status: dict[str, Any]) -> str:
         f"reward {number(record.get('reward/generated'))}",
         f"loss {number(record.get('loss'))}",
         f"kl {number(record.get('kl'))}",
-        f"drift {number(record.get('drift/mean'))}",
+        f"drift {drift(record)}",
+        f"freshest {fresh_drift(record)}",
         f"staleness {number(record.get('staleness/mean'))} (max {number(record.get('staleness/max'))})",
         f"groups trained {number(record.get('train/groups'))}",
         f"{number(status['sequences_per_s'])} samples/s",
@@ -143,11 +144,10 @@ def draw(status: dict[str, Any], events: list[str]) -> RenderableType:
         "staleness",
         f"{number(metrics.get('staleness/mean'))}, at most {number(metrics.get('staleness/max'))}",
         "drift",
-        number(metrics.get("drift/mean")),
+        drift(metrics),
     )
-    figures.add_row(
-        "samples/s", number(status["sequences_per_s"]), "tokens/s generated", number(status["tokens_per_s"])
-    )
+    figures.add_row("samples/s", number(status["sequences_per_s"]), "of the freshest", fresh_drift(metrics))
+    figures.add_row("tokens/s generated", number(status["tokens_per_s"]))
     parts: list[RenderableType] = [progress, figures, _groups(status), _services(status)]
     parts.append(Text(f"pace: {status['bottleneck']}", style="bold"))
     parts += [Text(sentence, style="red") for sentence in [*status["warnings"][-2:], *events]]
@@ -180,6 +180,17 @@ def _services(status: dict[str, Any]) -> Table:
         bar.append("  " + ", ".join(f"{bucket} {spent / total:.0%}" for bucket, spent in shares if spent))
         table.add_row(service["instance"], service["state"], f"{seconds.get('compute', 0.0) / total:.0%}", bar)
     return table
+
+
+def drift(metrics: dict[str, Any]) -> str:
+    """Distance of the learner's log-probs from the engine's, on all tokens of a step."""
+    return f"{number(metrics.get('drift/mean'))} (max {number(metrics.get('drift/max'))})"
+
+
+def fresh_drift(metrics: dict[str, Any]) -> str:
+    """The same on the freshest samples, with their k3 and lag: at lag 0 it is what engine and learner compute apart."""
+    mean, largest, k3, lag = (number(metrics.get(f"drift/fresh/{name}")) for name in ("mean", "max", "k3", "lag"))
+    return f"{mean} (max {largest}, k3 {k3}, lag {lag})"
 
 
 def accuracy(status: dict[str, Any]) -> str:

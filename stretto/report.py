@@ -41,7 +41,7 @@ def _figures(
     timed = [record for record in metrics if record["time"] >= status["started"]] or [last]
     elapsed = last["time"] - timed[0]["time"]
     samples, tokens = (sum(r.get(name, 0.0) for r in timed[1:]) for name in ("train/samples", "train/tokens"))
-    drifts = [record["drift/mean"] for record in metrics if record.get("drift/mean") is not None]
+    own = [record for record in metrics if record.get("drift/fresh/lag") == 0]
     services = [*status["services"], *status["departed"]]
     accuracies = [result["accuracy"] for result in evaluations]
     return {
@@ -60,12 +60,28 @@ def _figures(
         "step_s": elapsed / (len(timed) - 1) if len(timed) > 1 else None,
         "staleness_mean": sum(r.get("staleness/mean") or 0.0 for r in metrics) / len(metrics),
         "staleness_max": max(r.get("staleness/max") or 0.0 for r in metrics),
-        "drift_mean": sum(drifts) / len(drifts) if drifts else None,
+        "drift_mean": _mean(metrics, "drift/mean"),
+        "drift_max": max(_present(metrics, "drift/max"), default=None),
+        "kl_mean": _mean(metrics, "kl"),
+        "drift_own_steps": len(own),
+        "drift_own_mean": _mean(own, "drift/fresh/mean"),
+        "drift_own_max": max(_present(own, "drift/fresh/max"), default=None),
+        "drift_own_k3": _mean(own, "drift/fresh/k3"),
         "groups": status["groups"],
         "bottleneck": status["bottleneck"],
         "time": {service["instance"]: service["time"] for service in services},
         "peak_memory_mib": {service["instance"]: service["figures"].get("memory/peak_mib") for service in services},
     }
+
+
+def _present(metrics: list[dict[str, Any]], name: str) -> list[float]:
+    """A figure of the steps that have it."""
+    return [record[name] for record in metrics if record.get(name) is not None]
+
+
+def _mean(metrics: list[dict[str, Any]], name: str) -> float | None:
+    values = _present(metrics, name)
+    return sum(values) / len(values) if values else None
 
 
 def _draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
@@ -74,7 +90,7 @@ def _draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    figure, ((left, right), (distance, k3)) = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
     versions = [record["version"] for record in metrics]
     rewards = [record.get("reward/generated") for record in metrics]
     left.plot(versions, rewards, color="#e76f51", alpha=0.35, linewidth=1, label="each step")
@@ -84,11 +100,29 @@ def _draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]
     points = [(r["version"], r["accuracy"]) for r in evaluations if r["accuracy"] is not None]
     right.plot([v for v, _ in points], [a for _, a in points], color="#264653", marker="o", linewidth=2)
     right.set(title="accuracy on held-out prompts", xlabel="version", ylim=(-0.02, 1.02))
-    for axes in (left, right):
+    _draw_drift(distance, metrics, mean=("drift/mean", "drift/fresh/mean"), largest=("drift/max", "drift/fresh/max"))
+    distance.set(title="|learner − engine| of a token's log-prob, nats", xlabel="version")
+    _draw_drift(k3, metrics, k3=("kl", "drift/fresh/k3"))
+    k3.set(title="k3 of engine and learner, nats", xlabel="version")
+    for axes in (left, right, distance, k3):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_drift(axes: Any, metrics: list[dict[str, Any]], **figures: tuple[str, str]) -> None:
+    """Each figure as a line of all tokens, and as dots where there were samples of the learner's own version."""
+    drawn = []
+    for (title, (of_all, of_fresh)), colour in zip(figures.items(), ("#2a9d8f", "#8d99ae"), strict=False):
+        every = [(r["version"], r[of_all]) for r in metrics if r.get(of_all)]
+        own = [(r["version"], r[of_fresh]) for r in metrics if r.get("drift/fresh/lag") == 0 and r.get(of_fresh)]
+        axes.plot([v for v, _ in every], [y for _, y in every], color=colour, label=f"{title}, all tokens")
+        axes.plot([v for v, _ in own], [y for _, y in own], ".", color=colour, label=f"{title}, own version")
+        drawn += every + own
+    if drawn:
+        axes.set_yscale("log")
+    axes.legend(frameon=False)
 
 
 def _smooth(values: list[float | None], width: int = 10) -> list[float | None]:
@@ -124,7 +158,16 @@ def summary(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("trained a second", f"{number(figures['sequences_per_s'])} samples, {number(figures['tokens_per_s'])} tokens"),
         ("overlap", "-" if overlap is None else f"{overlap:.0%} of the learner's busy time a rollout generates"),
         ("staleness", f"{number(figures['staleness_mean'])} versions, at most {number(figures['staleness_max'])}"),
-        ("drift", f"{number(figures['drift_mean'])} mean distance of learner and engine, log-prob"),
+        (
+            "drift",
+            f"{number(figures['drift_mean'])} nats between learner and engine on average, at most "
+            f"{number(figures['drift_max'])}, k3 {number(figures['kl_mean'])}",
+        ),
+        (
+            "drift, own version",
+            f"{number(figures['drift_own_mean'])} nats on average, at most {number(figures['drift_own_max'])}, k3 "
+            f"{number(figures['drift_own_k3'])}, in {figures['drift_own_steps']} of {figures['steps']} steps",
+        ),
         ("pace", figures["bottleneck"]),
     ]
 

@@ -25,6 +25,7 @@ from services.broker.prompts import PromptSource, first_prompts, total_steps
 from services.broker.runlog import RunLog, latest_records
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig
+from shared.drift import DriftWarnings
 from shared.errors import DataError, ProtocolError, StrettoError
 from shared.graph import check_graph
 from shared.group import Columns, Lane, Prompt, TrajectoryGroup, mean_reward
@@ -64,6 +65,7 @@ class Run:
         self.run_id = f"{config.name}-{os.urandom(8).hex()}"
         self.contacts: dict[str, str] = {}
         self.warnings: deque[str] = deque(maxlen=20)
+        self._drift = DriftWarnings(config)
         self.ledger = Ledger(stages, Policy.of(config, self.total_steps))
         self.log = RunLog(self.folder)
         self._announce = announce
@@ -174,6 +176,9 @@ class Run:
             "replaced/groups": float(len(self._replaced)),
         }
         self._replaced.clear()
+        if warning := self._drift.of(commit.metrics, commit.version - 1):
+            self.warnings.append(warning)
+            log.warning("drift", warning=warning)
         record = self._metrics | {"version": commit.version, "lineage": commit.lineage, "time": now}
         self._history.append(record)
         self.log.write("metrics", record)

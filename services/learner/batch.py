@@ -15,7 +15,8 @@ from shared.group import FinishReason, RewardStatus, TrajectoryGroup
 class GroupBatch:
     """One group with at least one sample that teaches something.
 
-    prompt: [P] int32; tokens, logprobs, mask: one array a sample ([T_i] int32, float32, bool); advantages: [n] float64.
+    prompt: [P] int32; tokens, logprobs, mask: one array a sample ([T_i] int32, float32, bool); advantages: [n] float64;
+    lags: [n] int64, versions by which the learner is ahead of the weights that began a sample.
     Only the samples whose reward is valid are here.
     """
 
@@ -25,6 +26,7 @@ class GroupBatch:
     logprobs: list[np.ndarray]
     mask: list[np.ndarray]
     advantages: np.ndarray
+    lags: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,13 @@ class StepBatch:
     """All that an update is made of.
 
     groups: those that add to the gradient. whole: denominators of the step, in which the samples of all groups count.
-    metrics: rewards, lengths and staleness of all groups.
+    metrics: rewards, lengths and staleness of all groups. fresh_lag: the smallest lag of a sample in `groups`.
     """
 
     groups: list[GroupBatch]
     whole: Denominators
     metrics: dict[str, float]
+    fresh_lag: int
 
 
 def step_batch(groups: list[TrajectoryGroup], algorithm: Algorithm, version: int, max_tokens: int) -> StepBatch:
@@ -50,7 +53,7 @@ def step_batch(groups: list[TrajectoryGroup], algorithm: Algorithm, version: int
     n_tokens = n_samples = 0
     advantages: list[np.ndarray] = []
     for group in groups:
-        batch = _valid_samples(group, algorithm)
+        batch = _valid_samples(group, algorithm, version)
         n_tokens += sum(int(mask.sum()) for mask in batch.mask)
         n_samples += sum(bool(mask.any()) for mask in batch.mask)
         advantages.append(batch.advantages)
@@ -63,13 +66,15 @@ def step_batch(groups: list[TrajectoryGroup], algorithm: Algorithm, version: int
         "train/tokens": float(n_tokens),
         "train/samples": float(n_samples),
     }
-    return StepBatch(taught, whole, metrics)
+    lags = [int(lag) for batch in taught for lag, mask in zip(batch.lags, batch.mask, strict=True) if mask.any()]
+    return StepBatch(taught, whole, metrics, min(lags, default=0))
 
 
-def _valid_samples(group: TrajectoryGroup, algorithm: Algorithm) -> GroupBatch:
+def _valid_samples(group: TrajectoryGroup, algorithm: Algorithm, version: int) -> GroupBatch:
     valid = np.flatnonzero(group.columns["reward_status"] == RewardStatus.OK)
     tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
     rewards = group.columns["rewards"][valid].astype("f8")
+    began = [int(runs[0, 0]) if len(runs) else version for runs in group.samples("versions")]
     return GroupBatch(
         group_id=group.group_id,
         prompt=group.columns["prompt_tokens"],
@@ -77,6 +82,7 @@ def _valid_samples(group: TrajectoryGroup, algorithm: Algorithm) -> GroupBatch:
         logprobs=[logprobs[i] for i in valid],
         mask=[mask[i] for i in valid],
         advantages=algorithm.advantages(rewards) if len(valid) else np.zeros(0),
+        lags=version - np.asarray(began, dtype="i8")[valid],
     )
 
 

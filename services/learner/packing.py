@@ -32,7 +32,7 @@ class PackedRows:
     ids, positions: [R, S] int64, padded with 0; segment: [R, S] int32: −1 padding, 0 prompt, i ≥ 1 the i-th sample of
     the row. source: [K] int64, flat index (row · S + column) of the token whose output predicts each sample token;
     target: [K] int64; logprobs: [K] float32 behaviour log-probs; advantages: [K] float32; sample: [K] int64;
-    mask: [K] bool; n_samples: samples in all rows.
+    lag: [K] int64, the lag of the token's sample (batch.GroupBatch); mask: [K] bool; n_samples: samples in all rows.
     """
 
     ids: np.ndarray
@@ -43,6 +43,7 @@ class PackedRows:
     logprobs: np.ndarray
     advantages: np.ndarray
     sample: np.ndarray
+    lag: np.ndarray
     mask: np.ndarray
     n_samples: int
 
@@ -120,6 +121,7 @@ def pack(rows: list[Row]) -> PackedRows:
         logprobs=np.concatenate([group.logprobs[i] for group, i in chosen]).astype("f4"),
         advantages=np.repeat([group.advantages[i] for group, i in chosen], lengths).astype("f4"),
         sample=np.concatenate(sample).astype("i8"),
+        lag=np.repeat([group.lags[i] for group, i in chosen], lengths),
         mask=np.concatenate([group.mask[i] for group, i in chosen]),
         n_samples=n_samples,
     )

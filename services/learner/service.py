@@ -14,7 +14,7 @@ from protocol.messages import Checkpointed, Commit, Leased, LeaseRequest, Ok, Re
 from services.learner.checkpoint import Checkpoints, load_trainer
 from services.learner.publisher import Publisher
 from services.member import Member
-from shared.errors import ProtocolError
+from shared.errors import DriftError, ProtocolError
 from shared.group import Prompt, TrajectoryGroup
 from shared.log import log
 
@@ -101,7 +101,11 @@ class LearnerService:
             self._member.figures |= {f"self_check/{name}": value for name, value in found.items()}
             self._member.beat_soon()
             log.info("self-check passed", **found)
-        metrics = await self._compute(self._trainer.step, groups)
+        try:
+            metrics = await self._compute(self._trainer.step, groups)
+        except DriftError:
+            await self._save()
+            raise
         await self._publish()
         metrics |= self._publisher.figures | {"time/update_s": time.perf_counter() - started}
         commit = Commit(

@@ -10,18 +10,16 @@ import numpy as np
 import torch
 
 from services.learner.backend import Backend
-from services.learner.batch import GroupBatch, step_batch
+from services.learner.batch import GroupBatch, StepBatch, step_batch
 from services.learner.optimizer import Optimizer
 from services.learner.packing import PackedRows, micro_batches, pack
 from shared.algorithms import Algorithm
 from shared.algorithms.base import LossInput
-from shared.algorithms.losses import Denominators, aggregate, kl_k3, log_ratio
+from shared.algorithms.losses import aggregate, kl_k3, log_ratio
 from shared.config import RunConfig
+from shared.drift import check_drift, tolerance
 from shared.errors import SelfCheckError, StrettoError
 from shared.group import TrajectoryGroup
-
-DRIFT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 2e-2}
-"""Mean |learner − engine| log-prob at version 0 above which the two do not compute the same policy."""
 
 
 class Trainer:
@@ -38,22 +36,27 @@ class Trainer:
         """One update from all groups of a step; returns its metrics. The version and the schedule go up by one.
 
         Where no group has an advantage there is no gradient, and the optimizer is left as it is.
-        Raises StrettoError where the loss is not finite; the weights are spoilt then and must not be used.
+        Raises DriftError, before the weights are touched, where the engine's log-probs are off by more than
+        `learner.drift_stop`, and StrettoError where the loss is not finite; the weights are spoilt then and must not
+        be used.
         """
         started = time.perf_counter()
         batch = step_batch(groups, self._algorithm, self.version, self.config.sampling.max_tokens)
         sums: dict[str, torch.Tensor] = {}
         seconds: dict[str, float] = defaultdict(float)
         for rows in micro_batches(batch.groups, self.config.learner.tokens_per_micro_batch):
-            self._micro_batch(pack(rows), batch.whole, sums, seconds)
-        metrics = batch.metrics | {"lr": self.optimizer.lr}
+            self._micro_batch(pack(rows), batch, sums, seconds)
+        metrics = batch.metrics | _means(sums) | {"lr": self.optimizer.lr}
+        if "drift/fresh/mean" in metrics:
+            metrics["drift/fresh/lag"] = float(batch.fresh_lag)
+        check_drift(metrics, self.version, self.config.learner.drift_stop)
         before = time.perf_counter()
         if batch.groups:
             metrics["grad_norm"] = float(self.optimizer.step())
         seconds["time/optimizer_s"] = time.perf_counter() - before
         self.optimizer.advance()
         self.version += 1
-        metrics |= _means(sums) | seconds | {"time/step_s": time.perf_counter() - started}
+        metrics |= seconds | {"time/step_s": time.perf_counter() - started}
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
             names = ", ".join(group.group_id for group in batch.groups)
             raise StrettoError(
@@ -63,20 +66,21 @@ class Trainer:
         return metrics
 
     def _micro_batch(
-        self, packed: PackedRows, whole: Denominators, sums: dict[str, torch.Tensor], seconds: dict[str, float]
+        self, packed: PackedRows, batch: StepBatch, sums: dict[str, torch.Tensor], seconds: dict[str, float]
     ) -> None:
         start = time.perf_counter()
         logprobs, entropy = self.backend.logprobs(packed, self.config.sampling.temperature)
         losses, measures = self._losses(packed, logprobs)
         counted = torch.from_numpy(packed.mask)
         sample = torch.from_numpy(packed.sample)[counted]
-        loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, whole)
+        loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, batch.whole)
         middle = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         self.backend.collect_gradients()
         end = time.perf_counter()
         seconds["time/forward_s"] += middle - start
         seconds["time/backward_s"] += end - middle
+        measures |= _fresh_drift(packed, logprobs, batch.fresh_lag)
         _add(sums, measures | {"loss": loss.detach(), "entropy": entropy[counted].sum()})
 
     def _losses(self, packed: PackedRows, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -122,22 +126,42 @@ class Trainer:
             return {}
         tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
         advantages = np.ones(len(tokens))
-        batch = GroupBatch(group.group_id, group.columns["prompt_tokens"], tokens, logprobs, mask, advantages)
+        lags = np.zeros(len(tokens), dtype="i8")
+        batch = GroupBatch(group.group_id, group.columns["prompt_tokens"], tokens, logprobs, mask, advantages, lags)
         sums: dict[str, torch.Tensor] = {}
         for rows in micro_batches([batch], self.config.learner.tokens_per_micro_batch):
             packed = pack(rows)
             _add(sums, self._losses(packed, self.backend.logprobs(packed, self.config.sampling.temperature)[0])[1])
         found = _means(sums)
-        dtypes = (self.config.learner.dtype, self.config.rollout.dtype)
-        tolerance = max(DRIFT_TOLERANCE[dtype] for dtype in dtypes)
-        if not found["drift/mean"] <= tolerance or found.get("clip_fraction", 0.0) > 0.05:
+        allowed = tolerance(self.config)
+        if not found["drift/mean"] <= allowed or found.get("clip_fraction", 0.0) > 0.05:
             raise SelfCheckError(
                 f"engine and learner disagree before the first update: log-probs of the engine's samples differ by "
-                f"{found['drift/mean']:.3g} on average (allowed: {tolerance:g}), at most by {found['drift/max']:.3g}. "
+                f"{found['drift/mean']:.3g} on average (allowed: {allowed:g}), at most by {found['drift/max']:.3g}. "
                 "Likely causes: another temperature or sampling filter on one side, a dtype that is too coarse, or a "
                 "chat template or end token that the engine treats differently"
             )
         return found
+
+
+@torch.no_grad()
+def _fresh_drift(packed: PackedRows, logprobs: torch.Tensor, lag: int) -> dict[str, torch.Tensor]:
+    """Sums of |learner − engine| and of k3, and the largest distance, on the samples of this lag; {} without any.
+
+    A whole sample counts by the version it began with: the engine keeps keys and values over a swap, so that a token
+    sampled by the learner's own version after older ones is none that the learner would compute alike.
+    """
+    chosen = torch.from_numpy(packed.mask & (packed.lag == lag) & np.isfinite(packed.logprobs))
+    if not chosen.any():
+        return {}
+    new, old = logprobs[chosen], torch.from_numpy(packed.logprobs)[chosen]
+    distance = (new - old).abs()
+    return {
+        "drift/fresh/tokens": chosen.sum(),
+        "drift/fresh/mean": distance.sum(),
+        "drift/fresh/max": distance.max(),
+        "drift/fresh/k3": kl_k3(old, new).sum(),
+    }
 
 
 def _add(sums: dict[str, torch.Tensor], measures: dict[str, torch.Tensor]) -> None:
@@ -152,11 +176,10 @@ def _add(sums: dict[str, torch.Tensor], measures: dict[str, torch.Tensor]) -> No
 
 
 def _means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Means over the tokens that were trained; the loss, counts and maxima as they are."""
-    tokens = float(sums.pop("tokens", torch.tensor(0.0)))
-    whole = {"loss", "drift/missing"}
-    means = {
-        name: float(value) if name in whole or name.endswith("/max") else float(value) / max(tokens, 1.0)
-        for name, value in sums.items()
-    }
-    return {"loss": 0.0} | means
+    """Means over the tokens that were trained, or over the freshest; the loss, counts and maxima as they are."""
+    values = {name: float(value) for name, value in sums.items()}
+    tokens = values.pop("tokens", 0.0)
+    for name in values.keys() - {"loss", "drift/missing", "drift/fresh/tokens"}:
+        if not name.endswith("/max"):
+            values[name] /= max(values["drift/fresh/tokens"] if name.startswith("drift/fresh/") else tokens, 1.0)
+    return {"loss": 0.0} | values

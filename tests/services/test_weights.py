@@ -158,6 +158,7 @@ async def test_the_probe_is_scored_alike_on_both_sides_after_an_update(tiny_mode
         logprobs=np.zeros(2, dtype="f4"),
         advantages=np.ones(2, dtype="f4"),
         sample=np.zeros(2, dtype="i8"),
+        lag=np.zeros(2, dtype="i8"),
         mask=np.ones(2, dtype=bool),
         n_samples=1,
     )

@@ -52,6 +52,7 @@ def test_the_values_that_follow_from_a_config(tree: dict[str, Any]) -> None:
     assert values["evaluations"] == "4"  # versions 0, 5, 10 and 15
     assert values["held-out prompts"] == "5 of 5"
     assert values["first prompt"] == "'train 0'"
+    assert values["log-prob drift"] == "a warning above 0.1 nats on average; it ends no run"
     assert values["parameters"] == "1.0 M"
     assert "text" in values["stage reward"] and "rewards" in values["stage learner"]
     assert values["cores of learner"]

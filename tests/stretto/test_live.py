@@ -10,6 +10,18 @@ from rich.console import Console
 
 from stretto.live import PlainView, draw, duration
 
+METRICS = {
+    "reward/generated": 0.25,
+    "loss": -0.01,
+    "staleness/mean": 0.5,
+    "staleness/max": 1.0,
+    "drift/mean": 0.012,
+    "drift/max": 0.8,
+    "drift/fresh/mean": 0.002,
+    "drift/fresh/max": 0.1,
+    "drift/fresh/k3": 1e-5,
+    "drift/fresh/lag": 0.0,
+}
 STATUS: dict[str, Any] = {
     "name": "sums",
     "run_folder": "runs/sums",
@@ -20,11 +32,8 @@ STATUS: dict[str, Any] = {
     "sequences_per_s": 27.6,
     "tokens_per_s": 130.0,
     "saved_version": -1,
-    "metrics": {"reward/generated": 0.25, "loss": -0.01, "staleness/mean": 0.5, "staleness/max": 1.0},
-    "history": [
-        {"version": 1, "reward/generated": 0.125, "loss": 0.0},
-        {"version": 2, "reward/generated": 0.25, "loss": -0.01, "staleness/mean": 0.5, "staleness/max": 1.0},
-    ],
+    "metrics": METRICS,
+    "history": [{"version": 1, "reward/generated": 0.125, "loss": 0.0}, {"version": 2} | METRICS],
     "evaluations": [{"version": 0, "accuracy": 0.125, "reward": 0.2, "prompts": 64, "scored": 63}],
     "groups": {
         "train": {
@@ -57,6 +66,7 @@ def test_each_step_is_one_line_also_where_a_status_was_missed() -> None:
     printed = [line for line in lines(STATUS, STATUS) if line.startswith("step")]
     assert len(printed) == 2
     assert printed[0].startswith("step 1/10  reward 0.125")
+    assert "drift -" in printed[0] and "drift 0.012 (max 0.8)  freshest 0.002 (max 0.1, k3 1e-05, lag 0)" in printed[1]
     assert "staleness 0.5 (max 1)" in printed[1] and "27.6 samples/s" in printed[1] and "left 1 min 15 s" in printed[1]
 
 
@@ -87,6 +97,7 @@ def test_the_terminal_shows_progress_account_services_and_bottleneck() -> None:
         "24 admitted = 16 consumed + 1 dropped + 2 dead + 5 in flight (queued 2 for reward; leased 3 at rollout)"
         in text
     )
+    assert "0.012 (max 0.8)" in text and "0.002 (max 0.1, k3 1e-05, lag 0)" in text
     assert "compute 75%, groups 25%" in text
     assert "rollout-1" in text
     assert STATUS["bottleneck"] in text

@@ -40,7 +40,7 @@ def run_folder(tmp_path: Path) -> Path:
     (tmp_path / "status.json").write_text(json.dumps(status))
     spans = [("learner", 110, 114), ("rollout-0", 108, 112)]
     write(tmp_path / "spans.jsonl", [{"instance": i, "start": a, "end": b, "bucket": "compute"} for i, a, b in spans])
-    write(tmp_path / "metrics.jsonl", [step(1, 110.0), step(2, 114.0, **{"drift/mean": 0.02}), step(3, 118.0)])
+    write(tmp_path / "metrics.jsonl", [step(1, 110.0), step(2, 114.0), step(3, 118.0)])
     write(tmp_path / "evaluations.jsonl", [evaluation(0, 0.25), evaluation(3, 0.75)])
     return tmp_path
 
@@ -54,7 +54,21 @@ def test_the_report_has_accuracy_overlap_rates_memory_and_time(run_folder: Path)
     assert (figures["steps"], figures["wall_s"]) == (3, 18.0)
     assert figures["peak_memory_mib"] == {"learner": 800.0}
     assert figures["time"] == {"learner": {"compute": 5.0}}
-    assert figures["drift_mean"] == 0.02
+
+
+def test_the_report_has_the_drift_of_all_steps_and_that_of_the_own_version_apart(run_folder: Path) -> None:
+    def drifted(version: int, lag: int, *figures: float) -> dict[str, Any]:
+        names = ("drift/mean", "drift/max", "kl", "drift/fresh/mean", "drift/fresh/max", "drift/fresh/k3")
+        return step(version, version, **dict(zip(names, figures, strict=True)) | {"drift/fresh/lag": lag})
+
+    steps = [drifted(1, 0, 0.25, 2.0, 0.5, 0.0, 0.5, 0.25), step(2, 2), drifted(3, 1, 0.75, 1.0, 0.25, 9.0, 9.0, 9.0)]
+    write(run_folder / "metrics.jsonl", [*steps, drifted(4, 0, 0.5, 0.5, 0.75, 0.5, 0.25, 0.75)])
+    figures = make_report(run_folder)
+    assert (figures["drift_mean"], figures["drift_max"], figures["kl_mean"]) == (0.5, 2.0, 0.5)
+    own = [figures[f"drift_own_{name}"] for name in ("steps", "mean", "max", "k3")]
+    assert own == [2, 0.25, 0.5, 0.5]
+    page = (run_folder / "report.md").read_text()
+    assert "0.25 nats on average, at most 0.5, k3 0.5, in 2 of 3 steps" in page
 
 
 def test_the_page_links_the_pictures_that_are_there(run_folder: Path) -> None:

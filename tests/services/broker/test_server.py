@@ -257,6 +257,20 @@ async def test_metrics_cannot_displace_the_version_of_their_record(tmp_path, col
     assert lines(tmp_path, "metrics")[0]["version"] == 1
 
 
+async def test_the_status_warns_of_drift_once(tmp_path, columns_of):
+    drift = {"drift/fresh/mean": 0.3, "drift/fresh/max": 1.0, "drift/fresh/k3": 0.1, "drift/fresh/tokens": 9.0}
+    drift["drift/fresh/lag"] = 0.0
+    config = config_of(tmp_path, learner={"drift_warn": 0.2})
+    async with running(config, tmp_path) as (broker, client, _):
+        rollout, reward, learner = await cast(client, columns_of)
+        assert await make_ready(rollout, reward) == 4
+        for version in (1, 2):
+            await learner.commit(version, await learner.lease(2, min_groups=2), drift)
+        [warning] = broker.status()["warnings"]
+    assert warning.startswith("the engine's log-probs of 9 tokens that it sampled with version 0 differ")
+    assert "0.3 nats on average" in warning and "above learner.drift_warn (0.2)" in warning
+
+
 async def test_a_request_of_a_process_that_was_started_again_is_given_nothing(tmp_path, columns_of):
     async with running(config_of(tmp_path), tmp_path) as (_, client, _):
         rollout, reward, _ = await cast(client, columns_of)

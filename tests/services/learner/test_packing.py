@@ -22,6 +22,7 @@ def group_of(prompt: int, lengths: list[int], seed: int = 0) -> GroupBatch:
         logprobs=[np.zeros(n, dtype="f4") for n in lengths],
         mask=[np.ones(n, dtype=bool) for n in lengths],
         advantages=np.arange(1.0, len(lengths) + 1),
+        lags=np.arange(len(lengths)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from services.learner import trainer as trainer_module
 from services.learner.batch import step_batch
 from shared.algorithms import GRPO
 from shared.algorithms.losses import AGGREGATIONS
-from shared.errors import SelfCheckError, StrettoError
+from shared.errors import DriftError, SelfCheckError, StrettoError
 from shared.group import RewardStatus
 
 from .conftest import make_group
@@ -111,6 +112,94 @@ def test_a_token_without_a_log_prob_counts_as_ratio_one(new_trainer):
     assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
 
 
+SHIFTS = (0.5, -0.25, 1.0, 2.0)
+"""What the engine's log-probs of the four samples of a group are above the learner's."""
+
+
+def with_versions(group, *runs: list[tuple[int, int]]):
+    """The group with these runs of (version, tokens), one list a sample; 0 tokens: all that are left."""
+    parts = [
+        [(version, n or len(tokens) - sum(n for _, n in own)) for version, n in own]
+        for own, tokens in zip(runs, group.samples("tokens"), strict=True)
+    ]
+    group.columns["versions"] = np.array([run for own in parts for run in own], dtype="i4")
+    group.columns["versions_offsets"] = np.cumsum([0, *map(len, parts)])
+    return group
+
+
+def drifted(trainer):
+    """A group whose samples are of versions 3, 2 then 3, 3 and 1, its log-probs off by SHIFTS; and their lengths."""
+    group = with_own_logprobs(trainer, make_group(6))
+    lengths = [len(tokens) for tokens in group.samples("tokens")]
+    group.columns["behavior_logprobs"] += np.repeat(SHIFTS, lengths).astype("f4")
+    return with_versions(group, [(3, 0)], [(2, 1), (3, 0)], [(3, 0)], [(1, 0)]), lengths
+
+
+def k3(shift: float) -> float:
+    """Of KL(engine ‖ learner) where the engine's log-prob is `shift` above the learner's."""
+    return math.exp(-shift) + shift - 1
+
+
+@pytest.mark.parametrize("budget", [10_000, 1])
+def test_the_drift_of_samples_of_the_own_version_is_apart_from_that_of_all(new_trainer, budget):
+    trainer = new_trainer(learner={"dtype": "float32", "lr": 1e-3, "tokens_per_micro_batch": budget})
+    trainer.version = 3
+    group, n = drifted(trainer)
+    assert n[1] > 1  # of the second sample only the first token is older
+    metrics = trainer.step([group])
+    fresh = {name.removeprefix("drift/fresh/"): v for name, v in metrics.items() if name.startswith("drift/fresh/")}
+    assert fresh == pytest.approx(
+        {
+            "tokens": n[0] + n[2],
+            "lag": 0,
+            "mean": (0.5 * n[0] + 1.0 * n[2]) / (n[0] + n[2]),
+            "max": 1.0,
+            "k3": (k3(0.5) * n[0] + k3(1.0) * n[2]) / (n[0] + n[2]),
+        },
+        abs=1e-5,
+    )
+    assert metrics["drift/mean"] == pytest.approx(np.average(np.abs(SHIFTS), weights=n), abs=1e-5)
+    assert metrics["drift/max"] == pytest.approx(2.0, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(np.average([k3(shift) for shift in SHIFTS], weights=n), abs=1e-5)
+
+
+def test_without_samples_of_the_own_version_the_freshest_are_compared_and_nothing_ends(new_trainer):
+    trainer = new_trainer(learner={"dtype": "float32", "drift_stop": 0.1})
+    trainer.version = 5
+    group, n = drifted(trainer)
+    metrics = trainer.step([group])
+    assert (metrics["drift/fresh/lag"], metrics["drift/fresh/tokens"]) == (2, n[0] + n[2])
+    assert trainer.version == 6
+
+
+def test_tokens_that_do_not_count_or_have_no_log_prob_are_not_compared(new_trainer):
+    trainer = new_trainer()
+    trainer.version = 3
+    group, n = drifted(trainer)
+    group.columns["behavior_logprobs"][0] = np.nan
+    group.columns["loss_mask"][n[0] + n[1]] = False
+    metrics = trainer.step([group])
+    assert metrics["drift/fresh/tokens"] == n[0] - 1 + n[2] - 1
+    mean = (0.5 * (n[0] - 1) + 1.0 * (n[2] - 1)) / (n[0] - 1 + n[2] - 1)
+    assert metrics["drift/fresh/mean"] == pytest.approx(mean, abs=1e-5)
+
+
+def test_a_step_without_anything_to_compare_has_no_drift_and_does_not_end(new_trainer):
+    trainer = new_trainer(learner={"dtype": "float32", "drift_stop": 1e-9})
+    metrics = trainer.step([make_group(1, rewards=[1.0] * 4)])
+    assert not [name for name in metrics if name.startswith("drift/fresh")]
+
+
+def test_drift_beyond_its_limit_ends_the_update_before_it_touches_the_weights(new_trainer):
+    trainer = new_trainer(learner={"dtype": "float32", "lr": 1e-3, "drift_stop": 0.4})
+    trainer.version = 3
+    before = {name: p.detach().clone() for name, p in trainer.backend.parameters.items()}
+    with pytest.raises(DriftError, match=r"sampled with version 3 .* above learner\.drift_stop \(0\.4\)"):
+        trainer.step([drifted(trainer)[0]])
+    assert (trainer.version, trainer.optimizer.steps) == (3, 0)
+    assert all(torch.equal(before[name], p) for name, p in trainer.backend.parameters.items())
+
+
 def test_a_loss_that_is_not_finite_names_its_groups(new_trainer):
     trainer = new_trainer()
     with torch.no_grad():
@@ -126,7 +215,8 @@ def with_own_logprobs(trainer, group, shift: float = 0.0):
     from services.learner.packing import micro_batches, pack
 
     tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
-    batch = GroupBatch("g", group.columns["prompt_tokens"], tokens, logprobs, mask, np.ones(len(tokens)))
+    n = len(tokens)
+    batch = GroupBatch("g", group.columns["prompt_tokens"], tokens, logprobs, mask, np.ones(n), np.zeros(n, dtype="i8"))
     (rows,) = micro_batches([batch], 10_000)
     with torch.no_grad():
         own, _ = trainer.backend.logprobs(pack(rows), 1.0)
