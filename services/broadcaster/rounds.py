@@ -24,10 +24,10 @@ from shared.collective import Backend, Group, Rendezvous
 from shared.errors import BrokenTransfer, ProtocolError
 from shared.log import log
 
-AFTER_FAILURE_S = 1.0
-"""For the members of a broken round to come back: those who live noticed it at the same time."""
-MOST_FAILURES = 2
-"""Groups in a row that could not be made, before their members get streams instead."""
+GATHER_S = 1.0
+"""For rollouts that are still busy with the last version, or with a round that broke off, to come to the next one."""
+MOST_FAILURES = 3
+"""Groups in a row that brought nothing, before their members get streams instead."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Rounds:
     def forget(self, instance: str) -> None:
         """A rollout is gone, or follows anew."""
         self._known.discard(instance)
-        if waiting := self._waiting.pop(instance, None):
+        if (waiting := self._waiting.pop(instance, None)) and not waiting.offer.done():
             waiting.offer.set_result(None)
         self._changes.notify()
 
@@ -130,16 +130,14 @@ class Rounds:
         """Hold rounds until cancelled."""
         await self._changes.until(lambda: bool(self._known), None)
         self._rendezvous = await asyncio.to_thread(Rendezvous, self._host)  # imports torch, which takes a second
-        patience_s = self._progress_s
         try:
             while True:
                 await self._changes.until(lambda: bool(self._behind()), None)
-                await self._changes.until(lambda: self._known <= set(self._waiting), patience_s)
-                for late in sorted(self._known - set(self._waiting)):
-                    log.warning("a rollout is left out of broadcasts until it follows again", rollout=late)
-                    self._known.discard(late)
-                    self._ring.release(late)
-                patience_s = self._progress_s if await self._hold_round() else AFTER_FAILURE_S
+                await self._changes.until(lambda: self._known <= set(self._waiting), GATHER_S)
+                if late := sorted(self._known - set(self._waiting)):
+                    log.info("a broadcast does not wait for rollouts that are busy or gone", rollouts=late)
+                self._known &= set(self._waiting)
+                await self._hold_round()
         finally:
             self._close_group()
 
@@ -149,17 +147,24 @@ class Rounds:
             instance for instance, waiting in self._waiting.items() if newest is not None and newest.id > waiting.held
         ]
 
-    async def _hold_round(self) -> bool:
-        """One round with all who wait and are behind; returns whether it went well for those who are left."""
-        start, members = time.perf_counter(), {m: self._waiting[m].held for m in sorted(self._behind())}
-        offered = [self._ring.offer(member, *held) for member, held in members.items()]
-        if not offered or (snapshot := offered[0]) is None:
-            return True
+    async def _hold_round(self) -> None:
+        """One round with all who wait and are behind."""
+        start, members, snapshot = time.perf_counter(), {}, None
+        for member in sorted(self._behind()):
+            held = self._waiting[member].held
+            if offered := self._ring.offer(member, *held):
+                members[member], snapshot = held, offered
+            else:
+                self.forget(member)
+        if snapshot is None:
+            return
         source = await self._source(snapshot)
         deltas = await self._deltas(source, set(members.values()))
         sent = source.buckets if deltas is None else [np.frombuffer(bytearray(d), "u1") for d in deltas]
         current = self._round = self._begin(source, members, deltas)
         try:
+            if not current.members:
+                raise BrokenTransfer("nobody waits any more")
             if not await self._changes.until(lambda: set(current.members) <= current.joined, self._progress_s):
                 raise BrokenTransfer(f"{', '.join(sorted(set(current.members) - current.joined))} did not join")
             current.is_open = True
@@ -167,7 +172,7 @@ class Rounds:
             await asyncio.to_thread(self._send, current, sent)
         except BrokenTransfer as error:
             self._broken(current, error)
-            return False
+            return
         finally:
             current.is_over, self._round = True, None
             for member in members:
@@ -186,7 +191,6 @@ class Rounds:
             bytes_saved=full - sent_bytes,
             seconds=time.perf_counter() - start,
         )
-        return True
 
     async def _deltas(self, source: Source, held: set[tuple[int, int]]) -> list[bytes] | None:
         """Where all members have one version, and it is still there."""
@@ -195,7 +199,7 @@ class Rounds:
 
     def _begin(self, source: Source, held: dict[str, tuple[int, int]], deltas: list[bytes] | None) -> _Round:
         """Offer the round to those members who still wait, with the group of the last one if all of it is whole."""
-        members = [member for member in held if member in self._waiting]
+        members = [m for m in held if m in self._waiting and not self._waiting[m].offer.done()]
         if members != self._group_members or {held[member] for member in members} != {self._group_holds}:
             self._close_group()
         if self._group is None:
@@ -222,12 +226,8 @@ class Rounds:
         assert self._rendezvous is not None
         if self._group is None:
             at = (self._rendezvous.host, self._rendezvous.port)
-            size = len(current.members) + 1
-            try:
-                self._group = Group(self._backend, at, current.epoch, 0, size, self._progress_s)
-            except BrokenTransfer:
-                self._failures += 1
-                raise
+            self._failures += 1
+            self._group = Group(self._backend, at, current.epoch, 0, len(current.members) + 1, self._progress_s)
         for _ in self._group.broadcast(pieces):
             pass
 
@@ -241,7 +241,7 @@ class Rounds:
             members=current.members,
             error=str(error),
         )
-        self._known -= set(current.members) - set(self._waiting)
+        self._known -= set(current.members) - current.joined
         if self._failures == MOST_FAILURES:
             self._failures, self._without_route = 0, current.members
             log.warning(

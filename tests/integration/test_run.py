@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from shared.config import load_config
 from shared.snapshot import shared_folder
 from stretto.launcher import LocalRun
@@ -31,6 +33,22 @@ def test_a_run_trains_evaluates_saves_and_reports(workplace):
     for instance, seconds in report["time"].items():
         assert sum(seconds.values()) > 0, instance
     run_id = json.loads((folder / "status.json").read_text())["run_id"]
+    assert not list(shared_folder().glob(f"stretto-{run_id}-*"))
+
+
+@pytest.mark.parametrize("transport", ["stream", "gloo"])
+def test_rollouts_that_receive_their_weights_train_alike(workplace, transport):
+    config = workplace.write(
+        weights={"transport": transport}, rollout={"dtype": "float32", "max_samples": 16, "replicas": 2}
+    )
+    done = workplace.stretto("train", config, "--plain")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((workplace.run_folder / "report.json").read_text())
+    assert report["steps"] == 4 and report["state"] == "finished"
+    log = [json.loads(line) for line in (workplace.run_folder / "logs" / "rollout-1.jsonl").read_text().splitlines()]
+    swaps = [line for line in log if line["event"] == "weights"]
+    assert swaps and all(line["weights/probe_error"] == 0 and line["weights/receive_s"] > 0 for line in swaps)
+    run_id = json.loads((workplace.run_folder / "status.json").read_text())["run_id"]
     assert not list(shared_folder().glob(f"stretto-{run_id}-*"))
 
 
