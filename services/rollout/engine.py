@@ -15,13 +15,17 @@ from shared.snapshot import Layout
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """n samples of one prompt. `seed` makes them reproducible whatever else is decoded beside them."""
+    """n samples of one prompt. `seed` makes them reproducible whatever else is decoded beside them.
+
+    priority: of those that wait for a place the smallest goes first, and among equals the first that came.
+    """
 
     request_id: str
     prompt_tokens: list[int]
     n: int
     sampling: Sampling
     seed: int
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

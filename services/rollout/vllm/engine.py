@@ -25,6 +25,7 @@ STAGED_POLL_S = 0.005
 ALIVE_POLL_S = 0.5
 SWAP_DEADLINE_S = 300.0
 CLOSE_S = 10.0
+SCORE_PRIORITY = -(2**31)  # before all samples that wait, since some of those in flight may wait for the proof
 
 
 class VllmEngine:
@@ -109,7 +110,10 @@ class VllmEngine:
         self._opens(request.request_id, request.n)
         try:
             output = await self._last_output(
-                request.prompt_tokens, sampling_params(request, limit, self._vocabulary), request.request_id
+                request.prompt_tokens,
+                sampling_params(request, limit, self._vocabulary),
+                request.request_id,
+                request.priority,
             )
             if request.request_id in self._void:
                 raise StrettoError(f"{request.request_id} was made with weights that were wrong: make it anew")
@@ -186,7 +190,8 @@ class VllmEngine:
             )
         check_tokens(tokens, self._vocabulary_size, "a sequence to score")
         async with self._order:
-            output = await self._last_output(tokens, scoring_params(), f"score/{self._swaps}/{time.monotonic_ns()}")
+            name = f"score/{self._swaps}/{time.monotonic_ns()}"
+            output = await self._last_output(tokens, scoring_params(), name, SCORE_PRIORITY)
         return prompt_logprobs(output, tokens)
 
     async def failed(self) -> None:
@@ -216,11 +221,11 @@ class VllmEngine:
             del llm
             gc.collect()  # what vLLM does when it is collected fails at the end of the process
 
-    async def _last_output(self, tokens: list[int], params: Any, request_id: str) -> Any:
+    async def _last_output(self, tokens: list[int], params: Any, request_id: str, priority: int) -> Any:
         # Blocks of the prefix cache are found by the salt too: those of older weights never again.
         prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._swaps)}
         async with self._failing():
-            async with aclosing(self.llm.generate(prompt, params, request_id)) as outputs:
+            async with aclosing(self.llm.generate(prompt, params, request_id, priority=priority)) as outputs:
                 async for output in outputs:
                     if output.finished:
                         return output

@@ -69,10 +69,12 @@ class Pair:
         """Largest difference between log-probs of tokens[1:] and the learner's."""
         return float(np.abs(self.backend.score(tokens) - logprobs).max())
 
-    async def answer(self, name: str, n: int = 2, prompt: list[int] | None = None, seed: int = 1, **sampling):
+    async def answer(
+        self, name: str, n: int = 2, prompt: list[int] | None = None, seed: int = 1, priority: int = 0, **sampling
+    ):
         """The samples of a request."""
         settings = Sampling(**{"max_tokens": 12, "ignore_eos": True} | sampling)
-        return await self.engine.generate(Request(name, prompt or list(b"what is it?"), n, settings, seed))
+        return await self.engine.generate(Request(name, prompt or list(b"what is it?"), n, settings, seed, priority))
 
 
 async def make_pair(model: Path, *, stage: bool) -> Pair:

@@ -26,6 +26,12 @@ async def in_flight(pair, count: int) -> None:
             await asyncio.sleep(0)
 
 
+async def waiting(pair, count: int) -> None:
+    async with asyncio.timeout(20):
+        while pair.engine.stats()["samples_waiting"] < count:
+            await asyncio.sleep(0)
+
+
 async def test_logprobs_are_the_learners_to_a_ten_thousandth(pair):
     assert pair.error(TEXT, await pair.engine.score(TEXT)) < 1e-4
     for sample in await pair.answer("a", n=3, prompt=TEXT, max_tokens=40):
@@ -121,6 +127,26 @@ async def test_what_older_weights_read_of_a_prompt_is_not_used_for_new_requests(
         (sample,) = await pair.answer(name, n=1, prompt=prompt)
         whole = [*prompt, *sample.tokens.tolist()]
         np.testing.assert_allclose(sample.logprobs, pair.backend.score(whole)[-12:], atol=1e-4)
+
+
+async def test_the_smallest_priority_of_those_that_wait_goes_first(pair):
+    ended = []
+
+    async def answer(name, priority, **sampling):
+        await pair.answer(name, n=16, priority=priority, **sampling)
+        ended.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(answer("first", 9, max_tokens=200))
+        await in_flight(pair, 16)  # as many as there are places
+        tasks.create_task(answer("late", 2))
+        await waiting(pair, 16)
+        tasks.create_task(answer("early", -1))
+        await waiting(pair, 32)
+        score = await pair.engine.score(TEXT)
+        assert not ended or ended == ["first"]
+    assert pair.error(TEXT, score) < 1e-4
+    assert ended == ["first", "early", "late"]
 
 
 async def test_abort_ends_a_request_in_flight(pair):
