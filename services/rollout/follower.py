@@ -6,23 +6,17 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from protocol.channel import Client
 from protocol.messages import Follow, Leave, Offer, Ok
 from services.changes import Changes
 from services.rollout.engine import Engine, Slot, Weights
+from services.rollout.probe import LARGEST, TOLERANCE, ProbeError
 from shared.config import RunConfig
 from shared.errors import ProtocolError, Unreachable, WeightsError
 from shared.log import log
 from shared.snapshot import Manifest, SnapshotFile
 
 LONG_POLL_S = 20.0
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
-"""Largest |engine − learner| log-prob of a probe token that is taken for rounding, by dtype.
-
-With the same kernels and number of threads on both sides it is 0; with others 0.1 was seen in bfloat16.
-"""
 
 
 class Follower:
@@ -99,23 +93,25 @@ class Follower:
                 self._engine.swap(weights), self._engine.score(manifest.probe_tokens)
             )
             proven = time.perf_counter()
-            error = float(np.abs(logprobs - np.asarray(manifest.probe_logprobs)).max())
+            error = ProbeError.between(logprobs, manifest.probe_logprobs)
             self.figures = {
                 "weights/verify_s": verified - start,
                 "weights/pause_s": pause_s,
                 "weights/proof_s": proven - verified,
-                "weights/probe_error": error,
+                "weights/probe_error": error.largest,
+                "weights/probe_mean": error.mean,
                 "weights/version": float(offer.version),
             }
             log.info("weights", lineage=offer.lineage, version=offer.version, attempt=attempt, **self.figures)
-            if error <= self._tolerance:
+            if error.within(self._tolerance):
                 self._proving = None
                 self._proofs.notify()
                 return
             self._failed_proofs += 1
         raise WeightsError(
-            f"the engine's log-probs of the probe are off by {error:.3g} at version {offer.version} (allowed: "
-            f"{self._tolerance:g}), also after a second load: it does not compute with the learner's weights"
+            f"the engine's log-probs of the probe are off by {error.mean:.3g} on average and {error.largest:.3g} at "
+            f"most at version {offer.version} (allowed: {self._tolerance:g} and {LARGEST * self._tolerance:g}), also "
+            "after a second load: it does not compute with the learner's weights"
         )
 
     async def proven(self, versions: set[int]) -> None:
