@@ -112,7 +112,10 @@ class Engine(Protocol):
         """Use new weights from the next decoding step on, keeping every sample in flight. Returns the pause in s."""
 
     async def score(self, tokens: list[int]) -> np.ndarray:
-        """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1."""
+        """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1.
+
+        [C, T-1] where there are C copies of the model, one row each.
+        """
 
     async def failed(self) -> None:
         """Raises EngineFailed once the engine generates no more; does not return before."""
