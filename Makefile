@@ -12,7 +12,7 @@ PIP_INSTALL := -m pip install -q --disable-pip-version-check
 help:
 	@echo "make demo       install, pull a small model, and train it on the arithmetic example (about 10 minutes on 2 cores)"
 	@echo "make test       install with the development tools, then lint, type-check and run all tests"
-	@echo "make test-vllm  the tests that need vLLM, on its CPU build in an environment of its own (about 6 minutes)"
+	@echo "make test-vllm  the tests that need vLLM, on its CPU build in an environment of its own (about 6 minutes the first time)"
 	@echo "make lint       ruff and mypy alone"
 	@echo "make chaos      kill and stop the services of a run 200 times (about 15 minutes)"
 	@echo "make fuzz       send a million mutated messages (about 10 minutes)"
