@@ -50,7 +50,7 @@ class VllmEngine:
         self._order = asyncio.Lock()  # swaps and scores, first come, first served
         self._lineage, self._version = 0, -1
         self._swaps = 0
-        cores = llm.engine_core.resources.engine_manager.processes
+        cores = getattr(llm.engine_core.resources.engine_manager, "processes", ())  # none where Ray runs them
         self._remains = Remains([core.pid for core in cores])
         self._open: dict[str, int] = {}
         self._void: set[str] = set()

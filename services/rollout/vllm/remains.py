@@ -5,6 +5,7 @@ Names in shared memory are random: whose they are is seen while the core lives, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -19,9 +20,12 @@ class Remains:
     """Takes note of processes, their children and their shared memory while they live. VllmEngine holds one."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        everybody = [*pids, *(child for pid in pids for child in children_of(pid))]
-        self.segments = {segment for pid in everybody for segment in segments_of(pid)}
-        self._processes = [os.pidfd_open(pid) for pid in everybody]
+        self.segments: set[Path] = set()
+        self._processes: list[int] = []
+        for pid in [*pids, *(child for parent in pids for child in children_of(parent))]:
+            with contextlib.suppress(OSError):  # it has ended already
+                self.segments |= segments_of(pid)
+                self._processes.append(os.pidfd_open(pid))
 
     def remove(self, wait_s: float) -> None:
         """Wait until the processes have ended, for so long at most; then remove what they have not removed."""

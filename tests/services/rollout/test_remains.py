@@ -55,6 +55,16 @@ def test_the_shared_memory_of_a_killed_process_is_removed_and_no_other(owner):
         other.unlink()
 
 
+def test_a_process_that_has_ended_leaves_nothing_to_remove(owner):
+    name, _ = owner.stdout.readline().split()
+    os.killpg(owner.pid, signal.SIGKILL)
+    owner.wait()
+    remains = Remains([owner.pid])
+    assert remains.segments == set()
+    remains.remove(wait_s=20)
+    (Path("/dev/shm") / name).unlink()
+
+
 def test_it_waits_no_longer_than_it_is_told_for_a_child_that_goes_on_and_kills_nobody(owner):
     name, child = owner.stdout.readline().split()
     remains = Remains([owner.pid])
