@@ -1,6 +1,6 @@
 """An engine against transformers' `generate` on the same model, alternating, one thread, best of k; and its swaps.
 
-python -m benchmarks.engine --model FOLDER [--engine embedded|vllm] [--rounds 4] [--json PATH]
+python -m benchmarks.engine --model FOLDER [--engine embedded|vllm] [--rounds 4] [--swaps 10] [--json PATH]
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Work:
 
 WORKS = (Work(8, 30, 8, 8), Work(1, 512, 8, 32))
 SWAP_WORK = Work(2, 30, 8, 250)
-SWAPS = 10
 
 
 def transformers_s(model: Any, work: Work) -> float:
@@ -75,6 +74,12 @@ async def engine_s(engine: Engine, work: Work, vocabulary: int) -> float:
         for number, row in enumerate(rows):
             tasks.create_task(engine.generate(Request(str(number), row, work.samples, sampling, number)))
     return time.perf_counter() - start
+
+
+async def keep_busy(engine: Engine, vocabulary: int, enough: asyncio.Event) -> None:
+    """Have samples in flight, over and over, until it is enough."""
+    while not enough.is_set():
+        await engine_s(engine, SWAP_WORK, vocabulary)
 
 
 def config_of(folder: str, engine: str) -> RunConfig:
@@ -112,8 +117,32 @@ async def swap_s(engine: Engine, file: SnapshotFile, layout: Layout, version: in
     return pause, time.perf_counter() - start
 
 
-async def measure(folder: str, engine_name: str, rounds: int) -> dict[str, Any]:
-    """Best times of each work, the two taking turns; then the swaps while all samples of a work are in flight."""
+async def measure_swaps(
+    engine: Engine, file: SnapshotFile, layout: Layout, count: int, vocabulary: int
+) -> dict[str, float]:
+    """Times of so many swaps, one after the other, with samples in flight."""
+    enough, busy, swaps = asyncio.Event(), 0, []
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(keep_busy(engine, vocabulary, enough))
+        while not engine.stats()["samples_in_flight"]:
+            await asyncio.sleep(0.01)
+        for version in range(1, count + 1):
+            busy += engine.stats()["samples_in_flight"] > 0
+            swaps.append(await swap_s(engine, file, layout, version))
+        enough.set()
+    pauses, wholes = (sorted(column) for column in zip(*swaps, strict=True))
+    return {
+        "swaps": count,
+        "swaps_with_samples_in_flight": busy,
+        "pause_median_s": pauses[count // 2],
+        "pause_max_s": pauses[-1],
+        "swap_median_s": wholes[count // 2],
+        "swap_max_s": wholes[-1],
+    }
+
+
+async def measure(folder: str, engine_name: str, rounds: int, swaps: int) -> dict[str, Any]:
+    """Best times of each work, the two taking turns; then the swaps."""
     peer: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     peer.eval()
     engine = await asyncio.to_thread(load_engine, config_of(folder, engine_name))
@@ -126,24 +155,10 @@ async def measure(folder: str, engine_name: str, rounds: int) -> dict[str, Any]:
             theirs, ours = (min(column) for column in zip(*times, strict=True))
             tokens = work.prompts * work.samples * work.new_tokens
             works.append({"work": str(work), "transformers_s": theirs, "engine_s": ours, "tokens_per_s": tokens / ours})
-        generating = asyncio.create_task(engine_s(engine, SWAP_WORK, size))
-        while not engine.stats()["samples_in_flight"]:
-            await asyncio.sleep(0.01)
-        swaps = [await swap_s(engine, file, layout, version) for version in range(1, SWAPS + 1)]
-        in_flight = not generating.done()
-        await generating
+        return {"works": works} | await measure_swaps(engine, file, layout, swaps, size)
     finally:
         await engine.close()
         file.unlink()
-    pauses, wholes = (sorted(column) for column in zip(*swaps, strict=True))
-    return {
-        "works": works,
-        "swaps": SWAPS,
-        "in_flight": in_flight,
-        "pause_median_s": pauses[SWAPS // 2],
-        "pause_max_s": pauses[-1],
-        "swap_median_s": wholes[SWAPS // 2],
-    }
 
 
 def main() -> None:
@@ -152,10 +167,11 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--rounds", type=int, default=4, help="the best of so many rounds counts")
+    parser.add_argument("--swaps", type=int, default=10, help="swaps with samples in flight")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = asyncio.run(measure(args.model, args.engine, args.rounds))
+    results = asyncio.run(measure(args.model, args.engine, args.rounds, args.swaps))
     table = Table("work", "generate, s", f"{args.engine}, s", "ratio", "tokens/s", title="one thread, bfloat16")
     for r in results["works"]:
         ratio = r["transformers_s"] / r["engine_s"]
@@ -163,10 +179,10 @@ def main() -> None:
         table.add_row(r["work"], *figures)
     Console().print(table)
     print(
-        f"{results['swaps']} swaps with {SWAP_WORK.prompts * SWAP_WORK.samples} samples in flight"
-        f"{'' if results['in_flight'] else ' (some came after their end)'}: nothing generated for "
+        f"{results['swaps']} swaps, {results['swaps_with_samples_in_flight']} of them with "
+        f"{SWAP_WORK.prompts * SWAP_WORK.samples} samples in flight: nothing generated for "
         f"{1000 * results['pause_median_s']:.1f} ms in the median, {1000 * results['pause_max_s']:.1f} ms at most; "
-        f"{results['swap_median_s']:.2f} s from the call to the new weights"
+        f"{results['swap_median_s']:.2f} s from the call to the new weights, {results['swap_max_s']:.2f} s at most"
     )
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

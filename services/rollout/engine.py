@@ -15,13 +15,17 @@ from shared.snapshot import Layout
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """n samples of one prompt. `seed` makes them reproducible whatever else is decoded beside them."""
+    """n samples of one prompt. `seed` makes them reproducible whatever else is decoded beside them.
+
+    priority: of those that wait for a place the smallest goes first, and among equals the first that came.
+    """
 
     request_id: str
     prompt_tokens: list[int]
     n: int
     sampling: Sampling
     seed: int
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,10 @@ class Engine(Protocol):
         """Use new weights from the next decoding step on, keeping every sample in flight. Returns the pause in s."""
 
     async def score(self, tokens: list[int]) -> np.ndarray:
-        """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1."""
+        """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1.
+
+        [C, T-1] where there are C copies of the model, one row each.
+        """
 
     async def failed(self) -> None:
         """Raises EngineFailed once the engine generates no more; does not return before."""

@@ -1,4 +1,4 @@
-"""The rollout's end of the weight path: takes each new snapshot, swaps it into the engine, and proves it right."""
+"""Keeps an engine at the newest weights: swaps each new snapshot in, and proves that the engine computes with it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,17 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import numpy as np
-
-from protocol.channel import Client
-from protocol.keys import find_keys
-from protocol.messages import Follow, Leave, Offer, Ok, Transport
 from services.changes import Changes
 from services.rollout.engine import Engine, Slot, Weights
-from services.rollout.receiver import Receiver
+from services.rollout.probe import LARGEST, TOLERANCE, ProbeError
+from services.rollout.snapshots import Snapshot, Snapshots
 from shared.config import RunConfig
-from shared.errors import ProtocolError, Unreachable, WeightsError
+from shared.errors import WeightsError
 from shared.log import log
-from shared.snapshot import Manifest, SnapshotFile, is_here
-
-LONG_POLL_S = 20.0
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
-"""Largest |engine − learner| log-prob of a probe token that is taken for rounding, by dtype.
-
-With the same kernels and number of threads on both sides it is 0; with others 0.1 was seen in bfloat16.
-"""
 
 
 class Follower:
-    """Keeps an engine at the newest weights. figures: what the last swap cost, for the heartbeat."""
+    """One engine and the snapshots it takes. figures: what the last version cost, for the heartbeat."""
 
     def __init__(
         self,
@@ -40,24 +28,10 @@ class Follower:
         on_version: Callable[[int], None],
     ) -> None:
         """on_version is told each version once the engine is proven to hold it."""
-        self._client = Client(broadcaster, peer="broadcaster")
-        self._instance = instance
-        self._transport = config.weights.transport
-        self._is_local = True
-        self._receiver = Receiver(
-            self._client,
-            instance,
-            progress_s=config.weights.progress_s,
-            patience_s=config.broker.patience_s,
-        )
+        self.snapshots = Snapshots(broadcaster, instance, config.weights, patience_s=config.broker.patience_s)
         self._engine = engine
         self._on_version = on_version
-        self._patience_s = config.broker.patience_s
         self._tolerance = config.weights.tolerance or TOLERANCE[config.rollout.dtype]
-        self._is_shared = False
-        self._file: SnapshotFile | None = None
-        self._slot: int | None = None
-        self._lineage, self._version = 0, -1
         self._proofs = Changes()
         self._proving: int | None = None
         self._failed_proofs = 0
@@ -69,94 +43,52 @@ class Follower:
             while True:
                 await self.follow()
         finally:
-            await self._leave()
+            await self.snapshots.leave()
 
     async def first(self) -> None:
         """Wait for the first weights."""
-        while self._version < 0:
-            await self.follow()
+        while not await self.follow():
+            pass
 
-    async def follow(self) -> None:
-        """Take the newest snapshot once there is a newer one; return without it after a while."""
-        request = Follow(
-            instance=self._instance,
-            path=self._file.path.name if self._file is not None and self._is_shared else None,
-            slot=self._slot if self._is_shared else None,
-            lineage=self._lineage,
-            version=self._version,
-            wait_ms=int(LONG_POLL_S * 1000),
-            transports=self._transports(),
-        )
-        offer, _ = await self._client.request(request, Offer, wait_s=LONG_POLL_S, deadline_s=self._patience_s)
-        if offer.slot is None or offer.path is None or offer.manifest is None:
-            return
-        manifest = Manifest.from_wire(offer.manifest)
-        if self._transport == "auto":
-            self._is_local = is_here(offer.path)
-        is_shared = offer.transport == "shm"
-        if not is_shared:
-            received = await self._receiver.receive(offer, manifest)
-            if received is None:
-                return
-            file, slot = received
-        elif self._is_local:
-            file, slot = self._attached(offer.path, manifest), offer.slot
-        else:
-            log.info("the learner's shared memory is not here: snapshots are received", transports=self._transports())
-            return
-        await self._load(file, offer, slot, manifest)
-        self._is_shared, self._file, self._slot = is_shared, file, slot
-        self._lineage, self._version = offer.lineage, offer.version
-        self._on_version(offer.version)
+    async def follow(self) -> bool:
+        """Use the newest snapshot once there is a newer one; returns whether there was one, after a while."""
+        snapshot = await self.snapshots.next()
+        if snapshot is None:
+            return False
+        await self._load(snapshot)
+        self._on_version(snapshot.version)
+        return True
 
-    def _attached(self, name: str, manifest: Manifest) -> SnapshotFile:
-        if self._file is not None and self._file.path.name == name:
-            return self._file
-        return SnapshotFile.attach(name, manifest.layout)
-
-    def _transports(self) -> list[Transport]:
-        """The ways that this rollout can take a snapshot, the best one first."""
-        match self._transport:
-            case "auto":
-                return ["shm"] if self._is_local else ["stream"] if find_keys() else ["gloo", "stream"]
-            case "gloo" | "nccl" as collective:
-                return [collective, "stream"]
-            case transport:
-                return [transport]
-
-    async def _load(self, file: SnapshotFile, offer: Offer, slot: int, manifest: Manifest) -> None:
+    async def _load(self, snapshot: Snapshot) -> None:
         """Swap and probe; once more where the probe fails."""
+        manifest, version = snapshot.manifest, snapshot.version
+        place = Slot(snapshot.file.path.name, snapshot.slot, snapshot.file.layout)
+        weights = Weights(snapshot.lineage, version, snapshot.file.tensors(snapshot.slot), place)
         for attempt in (1, 2):
             start = time.perf_counter()
-            if offer.transport == "shm":  # what is received was verified as it came
-                await asyncio.to_thread(file.verify, slot, manifest)
-            verified = time.perf_counter()
-            place = Slot(file.path.name, slot, file.layout)
-            weights = Weights(offer.lineage, offer.version, file.tensors(slot), place)
-            self._proving = offer.version
+            self._proving = version
             # Queued together: nothing, or next to nothing, is generated between swap and proof. See `proven`.
             pause_s, logprobs = await asyncio.gather(
                 self._engine.swap(weights), self._engine.score(manifest.probe_tokens)
             )
-            proven = time.perf_counter()
-            error = float(np.abs(logprobs - np.asarray(manifest.probe_logprobs)).max())
-            self.figures = {
-                "weights/verify_s": verified - start,
+            error = ProbeError.between(logprobs, manifest.probe_logprobs)
+            self.figures = self.snapshots.figures | {
                 "weights/pause_s": pause_s,
-                "weights/proof_s": proven - verified,
-                "weights/probe_error": error,
-                "weights/version": float(offer.version),
-                **self._receiver.figures,
+                "weights/proof_s": time.perf_counter() - start,
+                "weights/probe_error": error.largest,
+                "weights/probe_mean": error.mean,
+                "weights/version": float(version),
             }
-            log.info("weights", lineage=offer.lineage, version=offer.version, attempt=attempt, **self.figures)
-            if error <= self._tolerance:
+            log.info("weights", lineage=snapshot.lineage, version=version, attempt=attempt, **self.figures)
+            if error.within(self._tolerance):
                 self._proving = None
                 self._proofs.notify()
                 return
             self._failed_proofs += 1
         raise WeightsError(
-            f"the engine's log-probs of the probe are off by {error:.3g} at version {offer.version} (allowed: "
-            f"{self._tolerance:g}), also after a second load: it does not compute with the learner's weights"
+            f"the engine's log-probs of the probe are off by {error.mean:.3g} on average and {error.largest:.3g} at "
+            f"most at version {version} (allowed: {self._tolerance:g} and {LARGEST * self._tolerance:g}), also "
+            "after a second load: it does not compute with the learner's weights"
         )
 
     async def proven(self, versions: set[int]) -> None:
@@ -169,20 +101,3 @@ class Follower:
         await self._proofs.until(lambda: self._proving not in versions, None)
         if self._failed_proofs != before:
             raise WeightsError("these samples were made with weights that were wrong: they are made anew")
-
-    def check_slot(self) -> None:
-        """Raises WeightsError where the slot in use was taken away, and what was generated with it is void."""
-        if self._file is None or self._slot is None or self._file.holds(self._slot, self._lineage, self._version):
-            return
-        raise WeightsError(
-            f"the snapshot of version {self._version} was overwritten while {self._instance} still used it: it did not "
-            "follow in time (weights.deadline_s)"
-        )
-
-    async def _leave(self) -> None:
-        try:
-            await self._client.request(Leave(instance=self._instance), Ok, deadline_s=2.0)
-        except (Unreachable, ProtocolError) as trouble:
-            log.warning("could not tell the broadcaster that this rollout leaves", error=str(trouble))
-        self._receiver.close()
-        await self._client.close()

@@ -15,6 +15,8 @@ from services.rollout.prompts import PromptRenderer
 from shared.config import RunConfig
 from shared.group import Columns, Lane, TrajectoryGroup, ragged, ragged_text, version_runs
 
+EVALUATION_PRIORITY = -1
+
 
 class RolloutService:
     """One engine in a run. A group is one request of n samples."""
@@ -74,6 +76,7 @@ class RolloutService:
             n=self._samples[group.lane],
             sampling=sampling,
             seed=zlib.crc32(f"{self._config.seed}/{group.group_id}".encode()),
+            priority=priority(group),
         )
         samples = await self._engine.generate(request)
         await self._follower.proven({int(version) for sample in samples for version in sample.versions[-1:]})
@@ -98,6 +101,11 @@ def load_engine(config: RunConfig) -> Engine:
         max_samples=rollout.max_samples,
         max_context=rollout.max_context,
     )
+
+
+def priority(group: TrajectoryGroup) -> int:
+    """Request.priority of a group: evaluation first, then what is trained first, since it may lag the least."""
+    return EVALUATION_PRIORITY if group.lane == "eval" else group.min_version
 
 
 def sample_columns(prompt_tokens: list[int], samples: list[Sample]) -> Columns:

@@ -5,7 +5,7 @@ Called by the engine's thread, which calls `step` while there is work.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +42,7 @@ class Decoder:
         self._vocabulary = vocabulary
         self._parameters = Parameters(model)
         self._cache = KVCache(Shape(config.num_hidden_layers, heads, head_size, model.dtype))
-        self._waiting: deque[Group] = deque()
+        self._waiting: list[Group] = []
         self.steps = self.tokens = self.samples = self.prompt_tokens = 0
 
     @property
@@ -65,7 +65,8 @@ class Decoder:
         room = self.max_context - len(request.prompt_tokens)
         job = Job(request, min(request.sampling.max_tokens, room), on_done)
         for start in range(0, request.n, self._max_samples):
-            self._waiting.append(Group(job, range(start, min(start + self._max_samples, request.n))))
+            group = Group(job, range(start, min(start + self._max_samples, request.n)))
+            insort(self._waiting, group, key=lambda waiting: waiting.job.request.priority)
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:
@@ -100,7 +101,7 @@ class Decoder:
             self._advance()
 
     def _admit(self) -> list[Group]:
-        """The groups that start now: first come, first served, while there are places."""
+        """The groups that start now, in their order, while there are places."""
         room, tokens = self._max_samples - len(self._cache.rows), PROMPT_TOKENS_PER_PASS
         groups: list[Group] = []
         while self._waiting:
@@ -109,7 +110,7 @@ class Decoder:
                 break
             room -= len(group.indices)
             tokens -= len(group.prompt)
-            groups.append(self._waiting.popleft())
+            groups.append(self._waiting.pop(0))
         return groups
 
     def _start(self, groups: list[Group]) -> None:

@@ -20,7 +20,7 @@ CPU_CACHE_GIB = 1.0
 OURS = {
     "model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size",
     "data_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "logprobs_mode",
-    "generation_config", "disable_log_stats", "weight_transfer_config", "worker_extension_cls",
+    "scheduling_policy", "generation_config", "disable_log_stats", "weight_transfer_config", "worker_extension_cls",
 }  # fmt: skip
 
 
@@ -53,6 +53,7 @@ def engine_arguments(folder: str, tokenizer: str, rollout: Rollout, *, is_cpu: b
         "data_parallel_size": settings.data_parallel,
         "enforce_eager": is_cpu if settings.enforce_eager is None else settings.enforce_eager,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "scheduling_policy": "priority",
         "generation_config": "vllm",  # no sampling parameters from the model's folder
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": BACKEND},

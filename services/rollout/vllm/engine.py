@@ -17,6 +17,7 @@ import numpy as np
 
 from services.rollout.engine import Request, Sample, Weights, check_prompt, check_tokens
 from services.rollout.vllm.arguments import check, engine_arguments, set_environment
+from services.rollout.vllm.remains import Remains
 from services.rollout.vocabulary import Vocabulary, end_tokens, load_tokenizer
 from shared.config import Rollout
 from shared.errors import DataError, EngineFailed, StrettoError, WeightsError
@@ -25,6 +26,7 @@ STAGED_POLL_S = 0.005
 ALIVE_POLL_S = 0.5
 SWAP_DEADLINE_S = 300.0
 CLOSE_S = 10.0
+SCORE_PRIORITY = -(2**31)  # before all samples that wait, since some of those in flight may wait for the proof
 
 
 class VllmEngine:
@@ -43,9 +45,13 @@ class VllmEngine:
         self._max_context: int = llm.model_config.max_model_len
         self._vocabulary_size: int = llm.model_config.get_vocab_size()
         self._stages = rollout.vllm.stage
+        self._copies = rollout.vllm.data_parallel
+        self._has_pipeline = rollout.vllm.pipeline_parallel > 1
         self._order = asyncio.Lock()  # swaps and scores, first come, first served
         self._lineage, self._version = 0, -1
         self._swaps = 0
+        cores = getattr(llm.engine_core.resources.engine_manager, "processes", ())  # none where Ray runs them
+        self._remains = Remains([core.pid for core in cores])
         self._open: dict[str, int] = {}
         self._void: set[str] = set()
         self._ended = ""
@@ -84,7 +90,9 @@ class VllmEngine:
             generation = GenerationConfig.from_pretrained(folder)
         except OSError:
             generation = GenerationConfig.from_model_config(llm.model_config.hf_config)
-        return cls(llm, figures, words, end_tokens(generation, words), rollout)
+        engine = cls(llm, figures, words, end_tokens(generation, words), rollout)
+        del llm  # importing vLLM leaves a reference to this frame somewhere, which must not keep it alive after `close`
+        return engine
 
     @property
     def version(self) -> int:
@@ -109,7 +117,10 @@ class VllmEngine:
         self._opens(request.request_id, request.n)
         try:
             output = await self._last_output(
-                request.prompt_tokens, sampling_params(request, limit, self._vocabulary), request.request_id
+                request.prompt_tokens,
+                sampling_params(request, limit, self._vocabulary),
+                request.request_id,
+                request.priority,
             )
             if request.request_id in self._void:
                 raise StrettoError(f"{request.request_id} was made with weights that were wrong: make it anew")
@@ -138,6 +149,8 @@ class VllmEngine:
         async with self._order, self._failing(), asyncio.timeout(SWAP_DEADLINE_S):
             if self._swaps == 0:
                 await self._call("init_weight_transfer_engine", {"stage": self._stages})
+                if self._has_pipeline:
+                    await self._call("warm_up")
             info = _update_info(weights, self._swaps + 1)
             if self._stages:
                 await self._stage(info)
@@ -176,9 +189,10 @@ class VllmEngine:
         return time.perf_counter() - start
 
     async def score(self, tokens: list[int]) -> np.ndarray:
-        """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1. Raises DataError."""
-        from services.rollout.vllm.sampling import prompt_logprobs, scoring_params
+        """[T-1] float32 log-probs of tokens[1:] under the current weights at temperature 1.
 
+        [C, T-1] with C copies of the model (rollout.vllm.data_parallel). Raises DataError.
+        """
         if not 2 <= len(tokens) < self._max_context:
             raise DataError(
                 f"a sequence to score has {len(tokens)} tokens; it must have at least 2 and fewer than "
@@ -186,8 +200,15 @@ class VllmEngine:
             )
         check_tokens(tokens, self._vocabulary_size, "a sequence to score")
         async with self._order:
-            output = await self._last_output(tokens, scoring_params(), f"score/{self._swaps}/{time.monotonic_ns()}")
-        return prompt_logprobs(output, tokens)
+            if self._copies == 1:
+                return await self._score(tokens)
+            return np.stack(await asyncio.gather(*(self._score(tokens, copy) for copy in range(self._copies))))
+
+    async def _score(self, tokens: list[int], copy: int | None = None) -> np.ndarray:
+        from services.rollout.vllm.sampling import prompt_logprobs, scoring_params
+
+        name = f"score/{self._swaps}/{time.monotonic_ns()}/{copy}"
+        return prompt_logprobs(await self._last_output(tokens, scoring_params(), name, SCORE_PRIORITY, copy), tokens)
 
     async def failed(self) -> None:
         """Raises EngineFailed once vLLM has died or stands still; does not return before."""
@@ -215,12 +236,16 @@ class VllmEngine:
             await asyncio.to_thread(llm.shutdown, CLOSE_S)
             del llm
             gc.collect()  # what vLLM does when it is collected fails at the end of the process
+            await asyncio.to_thread(self._remains.remove, CLOSE_S)
 
-    async def _last_output(self, tokens: list[int], params: Any, request_id: str) -> Any:
+    async def _last_output(
+        self, tokens: list[int], params: Any, request_id: str, priority: int, copy: int | None = None
+    ) -> Any:
         # Blocks of the prefix cache are found by the salt too: those of older weights never again.
         prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._swaps)}
         async with self._failing():
-            async with aclosing(self.llm.generate(prompt, params, request_id)) as outputs:
+            answer = self.llm.generate(prompt, params, request_id, priority=priority, data_parallel_rank=copy)
+            async with aclosing(answer) as outputs:
                 async for output in outputs:
                     if output.finished:
                         return output

@@ -138,6 +138,12 @@ class Extension:
     """What vLLM's workers can be asked for beside their own methods, by `collective_rpc`."""
 
     weight_transfer_engine: SnapshotTransfer
+    model_runner: Any
+
+    def warm_up(self) -> None:
+        """What vLLM leaves out on a CPU where it does not compile: allocate what pipeline stages pass on in."""
+        if self.model_runner.device.type == "cpu":
+            self.model_runner.profile_run()
 
     def stage_weights(self, update_info: dict[str, Any]) -> None:
         """See SnapshotTransfer.stage."""

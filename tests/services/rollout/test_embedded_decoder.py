@@ -59,8 +59,10 @@ class Run:
         self.decoder = decoder
         self.done: dict[str, list[Sample]] = {}
 
-    def submit(self, name: str, prompt: list[int], n: int, sampling: Sampling, seed: int = 0) -> None:
-        request = Request(name, prompt, n, sampling, seed)
+    def submit(
+        self, name: str, prompt: list[int], n: int, sampling: Sampling, seed: int = 0, priority: int = 0
+    ) -> None:
+        request = Request(name, prompt, n, sampling, seed, priority)
         self.decoder.submit(request, lambda samples: self.done.__setitem__(name, samples))
 
     def finish(self) -> dict[str, list[Sample]]:
@@ -180,6 +182,16 @@ def test_nobody_overtakes_a_large_request_that_waits(make: Any) -> None:
     run.submit("large", SHORT, 4, WARM.model_copy(update={"max_tokens": 4}))
     run.submit("small", SHORT, 1, WARM.model_copy(update={"max_tokens": 2}))
     assert list(run.finish()) == ["first", "large", "small"]
+
+
+def test_the_smallest_priority_of_those_that_wait_goes_first_and_equals_keep_their_order(make: Any) -> None:
+    run = Run(make(max_samples=1))
+    brief = WARM.model_copy(update={"max_tokens": 3})
+    run.submit("first", SHORT, 1, brief, priority=9)
+    run.decoder.step()
+    for name, priority in (("late", 2), ("early", -1), ("late too", 2), ("middle", 0)):
+        run.submit(name, SHORT, 1, brief, priority=priority)
+    assert list(run.finish()) == ["first", "early", "middle", "late", "late too"]
 
 
 def test_a_longer_prompt_that_comes_and_goes_in_one_step_disturbs_nobody(make: Any) -> None:

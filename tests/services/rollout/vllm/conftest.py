@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -69,22 +71,48 @@ class Pair:
         """Largest difference between log-probs of tokens[1:] and the learner's."""
         return float(np.abs(self.backend.score(tokens) - logprobs).max())
 
-    async def answer(self, name: str, n: int = 2, prompt: list[int] | None = None, seed: int = 1, **sampling):
+    async def answer(
+        self, name: str, n: int = 2, prompt: list[int] | None = None, seed: int = 1, priority: int = 0, **sampling
+    ):
         """The samples of a request."""
         settings = Sampling(**{"max_tokens": 12, "ignore_eos": True} | sampling)
-        return await self.engine.generate(Request(name, prompt or list(b"what is it?"), n, settings, seed))
+        return await self.engine.generate(Request(name, prompt or list(b"what is it?"), n, settings, seed, priority))
 
 
-async def make_pair(model: Path, *, stage: bool) -> Pair:
+async def in_flight(pair: Pair, count: int) -> None:
+    async with asyncio.timeout(20):
+        while pair.engine.stats()["samples_in_flight"] < count:
+            await asyncio.sleep(0)
+
+
+async def swap_while_it_speaks(pair: Pair) -> None:
+    """30 swaps, each to weights that always say another token: what was said must be what the version says."""
+    pair.always_say(100)
+    first = pair.publish()
+    await pair.engine.swap(first)
+    said = {first.version: 100}
+    answers = [asyncio.create_task(pair.answer(f"long {i}", n=4, max_tokens=400)) for i in range(2)]
+    await in_flight(pair, 8)
+    for token in range(101, 131):
+        pair.always_say(token)
+        weights = pair.publish()
+        said[weights.version] = token
+        assert await pair.engine.swap(weights) < 1
+    for samples in await asyncio.gather(*answers):
+        for sample in samples:
+            assert len(sample.tokens) == 400 and len(set(sample.versions.tolist())) > 3
+            assert sample.tokens.tolist() == [said[version] for version in sample.versions.tolist()]
+
+
+async def make_pair(model: Path, *, stage: bool, **settings) -> Pair:
     from services.learner.hf import HFBackend
     from services.rollout.vllm.engine import VllmEngine
 
     backend = HFBackend.load(str(model), Learner(dtype="float32"))
     layout = Layout.of({name: tuple(p.shape) for name, p in backend.parameters.items()}, "float32")
-    file = SnapshotFile.create(f"stretto-vllm-{model.parent.name}-{stage}", layout, 3)
-    rollout = Rollout(
-        engine="vllm", dtype="float32", max_samples=16, max_context=500, vllm={"stage": stage, "cache_gib": 0.25}
-    )
+    file = SnapshotFile.create(f"stretto-vllm-{os.getpid()}-{time.monotonic_ns()}", layout, 3)
+    vllm = {"stage": stage, "cache_gib": 0.25} | settings
+    rollout = Rollout(engine="vllm", dtype="float32", max_samples=16, max_context=500, vllm=vllm)
     engine = await asyncio.to_thread(VllmEngine.load, str(model), rollout)
     return Pair(backend, engine, file)
 

@@ -11,18 +11,21 @@ import numpy as np
 import pytest
 
 from services.rollout.engine import Slot, Weights
+from services.rollout.vllm.remains import segments_of
 from shared.errors import DataError, EngineFailed, StrettoError, WeightsError
-from shared.group import FinishReason
+from shared.group import FinishReason, version_runs
 from shared.snapshot import Layout, SnapshotFile
+
+from .conftest import in_flight, swap_while_it_speaks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 TEXT = list(b"Weights flow one way: from the learner to the rollouts.")
 
 
-async def in_flight(pair, count: int) -> None:
+async def waiting(pair, count: int) -> None:
     async with asyncio.timeout(20):
-        while pair.engine.stats()["samples_in_flight"] < count:
+        while pair.engine.stats()["samples_waiting"] < count:
             await asyncio.sleep(0)
 
 
@@ -95,21 +98,35 @@ async def test_swapped_weights_reach_every_layer_and_a_tied_output_layer(pair):
 
 
 async def test_each_token_carries_the_version_of_the_weights_that_made_it(pair):
-    pair.always_say(100)
-    first = pair.publish()
-    await pair.engine.swap(first)
-    said = {first.version: 100}
-    answers = [asyncio.create_task(pair.answer(f"long {i}", n=4, max_tokens=400)) for i in range(2)]
-    await in_flight(pair, 8)
-    for token in range(101, 131):
-        pair.always_say(token)
-        weights = pair.publish()
-        said[weights.version] = token
-        assert await pair.engine.swap(weights) < 1
-    for samples in await asyncio.gather(*answers):
+    await swap_while_it_speaks(pair)
+
+
+async def test_two_hundred_swaps_lose_no_sample_and_each_tells_all_versions_it_was_made_by(pair):
+    first, swaps, answers, enough = pair.version, pair.engine.stats()["swaps"], [], asyncio.Event()
+
+    async def keep_asking(lane):
+        while not enough.is_set():
+            answers.append(await pair.answer(f"{lane}/{len(answers)}", n=4, max_tokens=40 + 10 * lane))
+
+    async with asyncio.TaskGroup() as tasks:
+        for lane in range(4):
+            tasks.create_task(keep_asking(lane))
+        await in_flight(pair, 12)
+        for _ in range(200):
+            pair.train(0.001)
+            await pair.engine.swap(pair.publish())
+        enough.set()
+    assert pair.engine.stats()["swaps"] == swaps + 200 and pair.version == first + 200
+    assert pair.error(TEXT, await pair.engine.score(TEXT)) < 1e-4
+    seen = set()
+    for samples in answers:
+        assert len(samples) == 4
         for sample in samples:
-            assert len(sample.tokens) == 400 and len(set(sample.versions.tolist())) > 3
-            assert sample.tokens.tolist() == [said[version] for version in sample.versions.tolist()]
+            runs = version_runs(sample.versions)
+            assert len(sample.tokens) in {40, 50, 60, 70} and runs[:, 1].sum() == len(sample.tokens)
+            assert (np.diff(runs[:, 0]) > 0).all() and runs[0, 0] >= first and runs[-1, 0] <= first + 200
+            seen.update(runs[:, 0].tolist())
+    assert len(answers) >= 8 and len(seen) > 150
 
 
 async def test_what_older_weights_read_of_a_prompt_is_not_used_for_new_requests(pair):
@@ -121,6 +138,26 @@ async def test_what_older_weights_read_of_a_prompt_is_not_used_for_new_requests(
         (sample,) = await pair.answer(name, n=1, prompt=prompt)
         whole = [*prompt, *sample.tokens.tolist()]
         np.testing.assert_allclose(sample.logprobs, pair.backend.score(whole)[-12:], atol=1e-4)
+
+
+async def test_the_smallest_priority_of_those_that_wait_goes_first(pair):
+    ended = []
+
+    async def answer(name, priority, **sampling):
+        await pair.answer(name, n=16, priority=priority, **sampling)
+        ended.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(answer("first", 9, max_tokens=200))
+        await in_flight(pair, 16)  # as many as there are places
+        tasks.create_task(answer("late", 2))
+        await waiting(pair, 16)
+        tasks.create_task(answer("early", -1))
+        await waiting(pair, 32)
+        score = await pair.engine.score(TEXT)
+        assert not ended or ended == ["first"]
+    assert pair.error(TEXT, score) < 1e-4
+    assert ended == ["first", "early", "late"]
 
 
 async def test_abort_ends_a_request_in_flight(pair):
@@ -190,7 +227,7 @@ async def test_weights_outside_of_shared_memory_are_refused(pair):
         await pair.engine.swap(Weights(0, 5, {}))
 
 
-async def test_an_engine_core_that_dies_is_noticed_by_all(plain_pair):
+async def test_an_engine_core_that_dies_is_noticed_by_all_and_its_shared_memory_removed(plain_pair):
     pair = plain_pair
     with pytest.raises(StrettoError, match="swap first"):
         await pair.answer("too early")
@@ -201,6 +238,8 @@ async def test_an_engine_core_that_dies_is_noticed_by_all(plain_pair):
     answer = asyncio.create_task(pair.answer("a", max_tokens=400))
     await in_flight(pair, 2)
     (core,) = [child for child in multiprocessing.active_children() if is_core_of(pair.engine, child.pid)]
+    segments = segments_of(core.pid)
+    assert segments and all(segment.exists() for segment in segments)
     os.kill(core.pid, signal.SIGKILL)
     async with asyncio.timeout(10):
         with pytest.raises(EngineFailed, match="died"):
@@ -210,6 +249,8 @@ async def test_an_engine_core_that_dies_is_noticed_by_all(plain_pair):
         for late in (pair.answer("b"), pair.engine.score(TEXT), pair.engine.swap(pair.publish())):
             with pytest.raises(EngineFailed):
                 await late
+    await pair.engine.close()
+    assert not any(segment.exists() for segment in segments)
 
 
 def is_core_of(engine, pid: int) -> bool:
