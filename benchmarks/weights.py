@@ -26,13 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from protocol.channel import Client, Server
-from protocol.messages import AcquireSlot, Follow, Offer, Ok, Publish, Slot, Transport
+from protocol.channel import Server
+from protocol.messages import Transport
 from services.broadcaster.service import Broadcaster
-from services.rollout.receiver import Receiver
+from services.learner.slots import Slots
+from services.rollout.snapshots import Snapshots
 from shared.config import Weights
 from shared.log import configure_logging
-from shared.snapshot import PREFIX, Layout, Manifest, SnapshotFile
+from shared.snapshot import PREFIX, Layout, SnapshotFile
 
 BUCKET_BYTES = Weights().bucket_mib << 20
 LEARNING_RATE = 1e-6
@@ -61,13 +62,11 @@ class Learner:
     def __init__(self, parameters: float) -> None:
         rows = int(parameters / 200 / 576)
         self.layout = Layout.of({f"layer{i}.weight": (rows, 576) for i in range(200)}, "bfloat16")
-        self.file = SnapshotFile.create(f"{PREFIX}{secrets.token_hex(8)}", self.layout, 3)
         self.masters = {name: torch.randn(shape) * 0.02 for name, (_, shape, _) in self.layout.tensors.items()}
-        self.version = -1
 
-    def write(self, slot: int) -> None:
-        """The snapshot: cast all masters into a slot."""
-        for name, tensor in self.file.tensors(slot).items():
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The snapshot: cast all masters."""
+        for name, tensor in tensors.items():
             tensor.copy_(self.masters[name])
 
     def update(self) -> None:
@@ -75,26 +74,19 @@ class Learner:
         for master in self.masters.values():
             master.add_(torch.randn_like(master).sign_(), alpha=LEARNING_RATE)
 
-    async def publish(self, client: Client) -> float:
-        """Write and publish the next version; returns when it was committed."""
-        self.version += 1
-        name, version = self.file.path.name, self.version
-        ask = AcquireSlot(path=name, is_new=version == 0, lineage=0, version=version, wait_ms=60_000)
-        slot = (await client.request(ask, Slot, wait_s=60.0))[0].slot
-        assert slot is not None
-        self.file.begin(slot)
-        self.write(slot)
-        manifest = Manifest(self.layout, BUCKET_BYTES, self.file.checksums(slot, BUCKET_BYTES), [0, 1], [0.0])
-        self.file.seal(slot, 0, version)
-        start = time.monotonic()
-        body = Publish(path=name, slot=slot, lineage=0, version=version, manifest=manifest.to_wire())
-        await client.request(body, Ok)
-        return start
+    async def publish(self, slots: Slots, version: int) -> float:
+        """Write and publish a version; returns when it was committed."""
+        self.write(await slots.acquire(0, version))
+        manifest = slots.manifest([0, 1], [0.0])
+        committed = time.monotonic()
+        assert await slots.publish(0, version, manifest)
+        return committed
 
 
 def one_host(learner: Learner, rounds: int) -> dict[str, float]:
     """Copies, checksums and a swap in place."""
     size = learner.layout.size_bytes / 1e9
+    file = SnapshotFile.create(f"{PREFIX}{secrets.token_hex(8)}", learner.layout, 2)
     casts = {name: master.bfloat16() for name, master in learner.masters.items()}
     copies = {name: torch.empty_like(cast) for name, cast in casts.items()}
 
@@ -104,17 +96,19 @@ def one_host(learner: Learner, rounds: int) -> dict[str, float]:
 
     plain_s = best_s(lambda: copy(casts, copies), rounds)
     plain_cast_s = best_s(lambda: copy(learner.masters, copies), rounds)
-    shared_s = best_s(lambda: copy(casts, learner.file.tensors(1)), rounds)
-    snapshot_s = best_s(lambda: learner.write(1), rounds)
-    checksum_s = best_s(lambda: learner.file.checksums(1, BUCKET_BYTES), rounds)
+    shared_s = best_s(lambda: copy(casts, file.tensors(1)), rounds)
+    snapshot_s = best_s(lambda: learner.write(file.tensors(1)), rounds)
+    checksum_s = best_s(lambda: file.checksums(1, BUCKET_BYTES), rounds)
     linear = torch.nn.ParameterDict({name.replace(".", "_"): torch.nn.Parameter(c) for name, c in casts.items()})
-    slots = [{n.replace(".", "_"): t for n, t in learner.file.tensors(slot).items()} for slot in (0, 1)]
+    slots = [{n.replace(".", "_"): t for n, t in file.tensors(slot).items()} for slot in (0, 1)]
 
     def swap() -> None:
         slots.reverse()
         for name, tensor in slots[0].items():
             linear._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
 
+    swap_s = best_s(swap, rounds)
+    file.unlink()
     return {
         "plain copy, GB/s": size / plain_s,
         "copy into shared memory, GB/s": size / shared_s,
@@ -122,7 +116,7 @@ def one_host(learner: Learner, rounds: int) -> dict[str, float]:
         "snapshot / plain cast": plain_cast_s / snapshot_s,
         "the learner's pause: snapshot, ms": snapshot_s * 1e3,
         "checksums, ms": checksum_s * 1e3,
-        "swap in place, ms": best_s(swap, rounds) * 1e3,
+        "swap in place, ms": swap_s * 1e3,
     }
 
 
@@ -175,62 +169,44 @@ def broadcaster(deltas: bool, told: Connection) -> None:
     asyncio.run(serve())
 
 
-def rollout(address: str, transports: list[Transport], told: Connection) -> None:
+def rollout(address: str, transport: Transport, told: Connection) -> None:
     """A rollout's process, without an engine: tells when it held which version, and what came for it."""
     configure_logging("rollout", "rollout", Path("/dev/null"))
     torch.set_num_threads(1)
 
     async def follow() -> None:
-        client = Client(address, peer="broadcaster")
-        receiver = Receiver(client, "rollout", progress_s=10.0, patience_s=60.0)
-        version = -1
+        snapshots = Snapshots(address, "rollout", Weights(transport=transport), patience_s=60.0)
         while True:
-            ask = Follow(
-                instance="rollout",
-                path=None,
-                slot=None,
-                lineage=0,
-                version=version,
-                wait_ms=20_000,
-                transports=transports,
-            )
-            offer, _ = await client.request(ask, Offer, wait_s=20.0)
-            if offer.manifest and await receiver.receive(offer, Manifest.from_wire(offer.manifest)):
-                version = offer.version
-                figures = receiver.figures
+            if found := await snapshots.next():
+                snapshots.in_use = found
+                figures = snapshots.figures
                 told.send((time.monotonic(), figures["weights/receive_s"], figures["weights/received_mib"]))
 
     asyncio.run(follow())
 
 
 async def over(learner: Learner, transport: Transport, deltas: bool, rounds: int) -> dict[str, float]:
-    """Median figures of some versions; the first one, for which memory is made, is left out."""
+    """Median figures of some versions; the first two, for which memory and a group are made, are left out."""
     hears_address, tells_address = SPAWN.Pipe(duplex=False)
     hears, tells = SPAWN.Pipe(duplex=False)
     service = SPAWN.Process(target=broadcaster, args=(deltas, tells_address), daemon=True)
     service.start()
     address = hears_address.recv()
-    follower = SPAWN.Process(target=rollout, args=(address, [transport], tells), daemon=True)
+    follower = SPAWN.Process(target=rollout, args=(address, transport, tells), daemon=True)
     follower.start()
-    client = Client(address, peer="broadcaster")
-    learner.version = -1
+    slots = Slots(address, "benchmark", learner.layout, Weights(), patience_s=60.0)
     told: list[Any] = []
-    for _ in range(rounds + 2):
+    for version in range(rounds + 2):
         learner.update()
-        committed = await learner.publish(client)
+        committed = await learner.publish(slots, version)
         at, receive_s, mib = await asyncio.to_thread(hears.recv)
         told.append((at - committed, receive_s, mib))
-    await client.close()
+    await slots.close()
     for process in (follower, service):
         process.kill()
         process.join()
-    seconds, receive, mib = (statistics.median(column) for column in zip(*told[2:], strict=True))
-    return {
-        "commit to held, s": seconds,
-        "receive, s": receive,
-        "best receive, s": min(r for _, r, _ in told[2:]),
-        "MiB": mib,
-    }
+    held_s, receive_s, mib = (statistics.median(column) for column in zip(*told[2:], strict=True))
+    return {"commit to held, s": held_s, "receive, s": receive_s, "MiB": mib}
 
 
 def main() -> None:
@@ -242,31 +218,26 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     learner = Learner(args.parameters)
-    try:
-        here = one_host(learner, args.rounds)
-        size_mib = learner.layout.size_bytes / 2**20
-        print(f"{size_mib:.0f} MiB a snapshot")
-        for name, value in here.items():
-            print(f"{name:36} {value:10.3f}")
-        bare = bare_broadcast_s(learner.layout.size_bytes, args.rounds)
-        figures: dict[str, Any] = {"MiB": size_mib, "one host": here, "bare broadcast, s": bare}
-        best = f"{size_mib / min(bare):.0f} MiB/s"
-        print(f"\nbare gloo broadcast: {statistics.median(bare):.3f} s, at best {min(bare):.3f} s ({best})\n")
+    here = one_host(learner, args.rounds)
+    size_mib = learner.layout.size_bytes / 2**20
+    print(f"{size_mib:.0f} MiB a snapshot")
+    for name, value in here.items():
+        print(f"{name:36} {value:10.3f}")
+    bare = bare_broadcast_s(learner.layout.size_bytes, args.rounds)
+    figures: dict[str, Any] = {"MiB": size_mib, "one host": here, "bare broadcast, s": bare}
+    best = f"{size_mib / min(bare):.0f} MiB/s"
+    print(f"\nbare gloo broadcast: {statistics.median(bare):.3f} s, at best {min(bare):.3f} s ({best})\n")
+    print("| transport | commit to held, s | MiB sent | of it receiving, s | MiB/s of weights | of bare broadcast |")
+    print("|---|---|---|---|---|---|")
+    for label, transport, deltas in WAYS:
+        found = asyncio.run(over(learner, transport, deltas, args.rounds))
+        ratio = statistics.median(bare) / found["receive, s"]
+        figures[label] = found | {"of bare broadcast": ratio}
         print(
-            "| transport | commit to held, s | MiB sent | of it receiving, s | MiB/s of weights | of bare broadcast |"
+            f"| {label} | {found['commit to held, s']:.3f} | {found['MiB']:.1f} | {found['receive, s']:.3f} "
+            f"| {size_mib / found['receive, s']:.0f} | {ratio:.0%} |",
+            flush=True,
         )
-        print("|---|---|---|---|---|---|")
-        for label, transport, deltas in WAYS:
-            found = asyncio.run(over(learner, transport, deltas, args.rounds))
-            ratio = statistics.median(bare) / found["receive, s"]
-            figures[label] = found | {"of bare broadcast": ratio}
-            print(
-                f"| {label} | {found['commit to held, s']:.3f} | {found['MiB']:.1f} | {found['receive, s']:.3f} "
-                f"| {size_mib / found['receive, s']:.0f} | {ratio:.0%} |",
-                flush=True,
-            )
-    finally:
-        learner.file.unlink()
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
 

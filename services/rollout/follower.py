@@ -56,6 +56,7 @@ class Follower:
         if snapshot is None:
             return False
         await self._load(snapshot)
+        self.snapshots.in_use = snapshot
         self._on_version(snapshot.version)
         return True
 

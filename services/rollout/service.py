@@ -80,7 +80,7 @@ class RolloutService:
         )
         samples = await self._engine.generate(request)
         await self._follower.proven({int(version) for sample in samples for version in sample.versions[-1:]})
-        self._follower.check_slot()
+        self._follower.snapshots.check()
         self._member.figures.update(self._engine.stats() | self._follower.figures)
         return sample_columns(request.prompt_tokens, samples)
 

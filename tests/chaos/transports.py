@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import json
 import os
-import secrets
 import signal
 import statistics
 import subprocess
@@ -30,20 +29,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from protocol.channel import Client, Server
-from protocol.messages import AcquireSlot, Follow, Offer, Ok, Publish, Slot
+from protocol.channel import Server
 from services.broadcaster.service import Broadcaster
+from services.learner.slots import Slots
 from services.rollout import receiver as receiving
-from services.rollout.receiver import Receiver
+from services.rollout.snapshots import Snapshots
 from shared.config import Weights
-from shared.errors import ProtocolError, Unreachable
 from shared.log import configure_logging
-from shared.snapshot import PREFIX, Layout, Manifest, SnapshotFile
+from shared.snapshot import Layout, Manifest
 
 MOMENTS = ("before", "during", "after", "stopped", "broadcaster")
-BUCKET = 1 << 20
 PROGRESS_S = 3.0
+WEIGHTS = Weights(transport="gloo", progress_s=PROGRESS_S, deadline_s=30.0, bucket_mib=1)
 ALLOWED_S = PROGRESS_S + 2.0
 NEW_BROADCASTER_S = 15.0
 
@@ -82,46 +81,21 @@ class Process:
 
 
 class Learner:
-    """Publishes versions of random weights."""
+    """Publishes versions of random weights, of which every bucket differs."""
 
     def __init__(self, address: str, mib: int) -> None:
-        self._client = Client(address, peer="broadcaster")
-        self._layout = Layout.of({"weights": (mib << 19,)}, "bfloat16")
+        layout = Layout.of({"weights": (mib << 19,)}, "bfloat16")
         self._random = np.random.default_rng(0)
-        self._new_file()
-
-    def _new_file(self) -> None:
-        self._file = SnapshotFile.create(f"{PREFIX}{secrets.token_hex(8)}", self._layout, 3)
-        self._is_new = True
+        self.slots = Slots(address, "chaos", layout, WEIGHTS, patience_s=60.0)
 
     async def publish(self, version: int) -> None:
-        """A new version, of which every bucket differs."""
-        while True:
-            name = self._file.path.name
-            ask = AcquireSlot(path=name, is_new=self._is_new, lineage=0, version=version, wait_ms=60_000)
-            try:
-                slot = (await self._client.request(ask, Slot, wait_s=60.0))[0].slot
-                assert slot is not None, "no slot became free"
-                self._file.begin(slot)
-                for bucket in self._file.buckets(slot, BUCKET):
-                    bucket[:] = self._random.integers(0, 256, len(bucket), dtype="u1")
-                sums = self._file.checksums(slot, BUCKET)
-                self._file.seal(slot, 0, version)
-                manifest = Manifest(self._layout, BUCKET, sums, [0, 1], [0.0]).to_wire()
-                body = Publish(path=name, slot=slot, lineage=0, version=version, manifest=manifest)
-                await self._client.request(body, Ok)
-                self._is_new = False
-                return
-            except ProtocolError as refusal:  # another broadcaster than before
-                if refusal.code != "unknown_lease":
-                    raise
-                self._file.unlink()
-                self._new_file()
-
-    async def close(self) -> None:
-        """Remove the snapshots."""
-        self._file.unlink()
-        await self._client.close()
+        """A new version; to another slot where the broadcaster was started again meanwhile."""
+        is_published = False
+        while not is_published:
+            tensors = await self.slots.acquire(0, version)
+            flat = tensors["weights"].view(torch.uint8).numpy()
+            flat[:] = self._random.integers(0, 256, len(flat), dtype="u1")
+            is_published = await self.slots.publish(0, version, self.slots.manifest([0, 1], [0.0]))
 
 
 def tell(event: str, version: int, **more: Any) -> None:
@@ -131,7 +105,7 @@ def tell(event: str, version: int, **more: Any) -> None:
 async def run_broadcaster(port: int) -> None:
     """The broadcaster's process."""
     configure_logging("broadcaster", "broadcaster")
-    broadcaster = Broadcaster(Weights(progress_s=PROGRESS_S, deadline_s=30.0))
+    broadcaster = Broadcaster(WEIGHTS)
     server = Server(f"tcp://127.0.0.1:{port}", broadcaster.handle)
     tell("listens", -1, port=int(server.address.rpartition(":")[2]))
     await asyncio.gather(server.run(), broadcaster.rounds.run())
@@ -139,42 +113,21 @@ async def run_broadcaster(port: int) -> None:
 
 async def run_receiver(address: str, name: str) -> None:
     """A rollout's process, without an engine."""
-    import torch  # noqa: F401  -- as a rollout has long done
-
     configure_logging("rollout", name)
-    client = Client(address, peer="broadcaster")
-    receiver = Receiver(client, name, progress_s=PROGRESS_S, patience_s=60.0)
-    lineage, version, wanted = 0, -1, -1
-    check = receiving._check
+    snapshots = Snapshots(address, name, WEIGHTS, patience_s=60.0)
+    check, held = receiving._check, -1
 
     def checked(bucket: np.ndarray, number: int, manifest: Manifest) -> None:
         check(bucket, number, manifest)
         if number == 3:
-            tell("receives", wanted)
+            tell("receives", held + 1)
 
     receiving._check = checked
     while True:
-        tell("waits", version)
-        follow = Follow(
-            instance=name,
-            path=None,
-            slot=None,
-            lineage=lineage,
-            version=version,
-            wait_ms=20_000,
-            transports=["gloo", "stream"],
-        )
-        try:
-            offer, _ = await client.request(follow, Offer, wait_s=20.0)
-            if offer.manifest is None:
-                continue
-            wanted = offer.version
-            if await receiver.receive(offer, Manifest.from_wire(offer.manifest)) is None:
-                continue
-        except Unreachable:
-            continue
-        lineage, version = offer.lineage, offer.version
-        tell("holds", version, transport=offer.transport)
+        tell("waits", held)
+        if found := await snapshots.next():
+            snapshots.in_use, held = found, found.version
+            tell("holds", held)
 
 
 async def repetitions(
@@ -204,7 +157,7 @@ async def repetitions(
             print(f"{number + 1}/{count} {moment}: the others had it after {result['others_s']:.2f} s", flush=True)
     finally:
         await asyncio.gather(*(process.end() for process in (broadcaster, *members)))
-        await learner.close()
+        await learner.slots.close()
     return results
 
 

@@ -9,143 +9,139 @@ import numpy as np
 import pytest
 import torch
 
-import services.rollout.follower as follower_module
+import services.rollout.snapshots as snapshots_module
 from protocol.channel import Client, Server
-from protocol.messages import AcquireSlot, Bucket, Fetch, Follow, Join, Leave, Offer, Ok, Publish, Slot
+from protocol.messages import Bucket, Fetch, Follow, Join, Leave, Offer, Ok
+from services.broadcaster.rounds import MOST_FAILURES as MOST_FAILED_GROUPS
 from services.broadcaster.service import Broadcaster
-from services.rollout.receiver import MOST_FAILURES, Receiver
+from services.learner.slots import Slots
+from services.rollout.receiver import MOST_FAILURES
+from services.rollout.snapshots import Snapshots
 from shared.config import Weights
 from shared.errors import ProtocolError, WeightsError
-from shared.snapshot import Layout, Manifest, SnapshotFile
+from shared.snapshot import Layout
 
 from .test_weights import weight_path
 
 POLL_MS = 10_000
-BUCKET = 1 << 16
 
 
 class Learner:
     """Publishes snapshots of random weights, of which each version changes a few."""
 
-    def __init__(self, client, n=200_000, dtype="bfloat16"):
-        self.client = client
+    def __init__(self, address, n=200_000, dtype="bfloat16"):
         self.layout = Layout.of({"a": (n,), "b": (3, 5)}, dtype)
-        self.file = SnapshotFile.create("learner", self.layout, 3)
+        self.slots = Slots(address, "test", self.layout, Weights(bucket_mib=1), patience_s=10.0)
         self.weights = torch.randn(n, generator=torch.Generator().manual_seed(0)) * 0.02
         self.version = -1
 
     async def publish(self, changed=0.02, lineage=0):
         self.version += 1
-        request = AcquireSlot(
-            path="learner", is_new=self.version == 0, lineage=lineage, version=self.version, wait_ms=POLL_MS
-        )
-        slot = (await self.client.request(request, Slot, wait_s=10))[0].slot
+        tensors = await self.slots.acquire(lineage, self.version)
         generator = torch.Generator().manual_seed(self.version)
         moved = torch.rand(self.weights.shape, generator=generator) < changed
         self.weights = torch.where(moved, self.weights * 1.01, self.weights)
-        self.file.begin(slot)
-        self.file.tensors(slot)["a"].copy_(self.weights)
-        checksums = self.file.checksums(slot, BUCKET)
-        self.file.seal(slot, lineage, self.version)
-        self.manifest = Manifest(self.layout, BUCKET, checksums, [1, 2], [-1.0])
-        body = Publish(
-            path="learner", slot=slot, lineage=lineage, version=self.version, manifest=self.manifest.to_wire()
-        )
-        await self.client.request(body, Ok)
+        tensors["a"].copy_(self.weights)
+        assert await self.slots.publish(lineage, self.version, self.slots.manifest([1, 2], [-1.0]))
 
 
 class Rollout:
     """Follows without an engine."""
 
-    def __init__(self, address, name, transports, progress_s=2.0):
-        self.client = Client(address, peer="broadcaster")
-        self.name, self.transports = name, transports
-        self.receiver = Receiver(self.client, name, progress_s=progress_s, patience_s=10.0)
-        self.held, self.weights, self.last = (0, -1), None, None
-
-    async def ask(self):
-        request = Follow(
-            instance=self.name,
-            path=None,
-            slot=None,
-            lineage=self.held[0],
-            version=self.held[1],
-            wait_ms=POLL_MS,
-            transports=self.transports,
-        )
-        return (await self.client.request(request, Offer, wait_s=10))[0]
+    def __init__(self, address, name, transport, progress_s):
+        self.name = name
+        self.snapshots = Snapshots(address, name, Weights(transport=transport, progress_s=progress_s), patience_s=10.0)
+        self.version, self.weights = -1, None
 
     async def follow(self):
         """Take one offer; whether it arrived."""
-        offer = await self.ask()
-        if offer.slot is None:
-            return False
-        self.last = offer
-        found = await self.receiver.receive(offer, Manifest.from_wire(offer.manifest))
+        found = await self.snapshots.next()
         if found is None:
             return False
-        self.held, self.weights = (offer.lineage, offer.version), found[0].tensors(found[1])["a"].clone()
+        self.snapshots.in_use = found
+        self.version, self.weights = found.version, found.file.tensors(found.slot)["a"].clone()
         return True
 
     async def reach(self, version):
         async with asyncio.timeout(30):
-            while self.held[1] < version:
+            while self.version < version:
                 await self.follow()
-
-    async def close(self):
-        self.receiver.close()
-        await self.client.close()
 
 
 class Hall:
-    """A broadcaster, its learner, and rollouts."""
+    """A broadcaster, its learner, and rollouts. client: to ask as anybody."""
 
-    def __init__(self, address, broadcaster):
-        self.address, self.broadcaster = address, broadcaster
+    def __init__(self, address, broadcaster, progress_s):
+        self.address, self.broadcaster, self.progress_s = address, broadcaster, progress_s
         self.client = Client(address, peer="broadcaster")
-        self.learner = Learner(self.client)
+        self.learner = Learner(address)
         self.rollouts = []
 
-    def rollout(self, *transports):
-        self.rollouts.append(Rollout(self.address, f"rollout-{len(self.rollouts)}", list(transports)))
+    def rollout(self, transport):
+        self.rollouts.append(Rollout(self.address, f"rollout-{len(self.rollouts)}", transport, self.progress_s))
         return self.rollouts[-1]
+
+    @property
+    def rounds(self):
+        return self.broadcaster.rounds
 
     @property
     def figures(self):
         return self.broadcaster.figures
 
+    async def offered(self, name, version):
+        """What a rollout that holds a version is offered."""
+        request = Follow(
+            instance=name, path=None, slot=None, lineage=0, version=version, wait_ms=POLL_MS, transports=["gloo"]
+        )
+        return (await self.client.request(request, Offer, wait_s=10))[0]
+
+    async def start_together(self, *following):
+        """Publish once all of these wait for it."""
+        tasks = [asyncio.ensure_future(work) for work in following]
+        while len(self.rounds._waiting) < len(tasks):
+            await asyncio.sleep(0)
+        await self.learner.publish(changed=1.0)
+        return tasks
+
 
 @asynccontextmanager
-async def hall(tmp_path, monkeypatch, **weights):
+async def hall(tmp_path, monkeypatch, progress_s=2.0, **weights):
     monkeypatch.setenv("STRETTO_SHM", str(tmp_path))
-    broadcaster = Broadcaster(Weights(**{"progress_s": 2.0} | weights))
+    broadcaster = Broadcaster(Weights(progress_s=progress_s, **weights))
     server = Server("tcp://127.0.0.1:0", broadcaster.handle)
     tasks = [asyncio.create_task(part) for part in (server.run(), broadcaster.rounds.run())]
-    place = Hall(server.address, broadcaster)
+    place = Hall(server.address, broadcaster, progress_s)
     try:
         yield place
     finally:
         for rollout in place.rollouts:
-            await rollout.close()
+            await rollout.snapshots.close()
+        await place.learner.slots.close()
         await place.client.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def is_right(place, rollout):
-    return torch.equal(rollout.weights, place.learner.weights.bfloat16())
+def is_right(place, *rollouts):
+    return all(torch.equal(rollout.weights, place.learner.weights.bfloat16()) for rollout in rollouts)
 
 
-@pytest.mark.parametrize("transports", [("stream",), ("gloo",), ("gloo", "stream")])
+def received_bytes(rollout):
+    return rollout.snapshots.figures["weights/received_mib"] * 2**20
+
+
+@pytest.mark.parametrize("transport", ["stream", "gloo"])
 @pytest.mark.parametrize("changed", [0.0, 0.02, 1.0])
-async def test_every_version_arrives_bit_by_bit(tmp_path, monkeypatch, transports, changed):
+async def test_every_version_arrives_bit_by_bit(tmp_path, monkeypatch, transport, changed):
     async with hall(tmp_path, monkeypatch) as place:
-        rollouts = [place.rollout(*transports) for _ in range(2)]
+        rollouts = [place.rollout(transport) for _ in range(2)]
         for version in range(4):
             await place.learner.publish(changed)
             await asyncio.gather(*(rollout.reach(version) for rollout in rollouts))
-            assert all(is_right(place, rollout) for rollout in rollouts)
+            assert is_right(place, *rollouts)
+        assert (place.figures["weights/rounds"] >= 3) == (transport == "gloo")
 
 
 @pytest.mark.parametrize("transport", ["stream", "gloo"])
@@ -156,7 +152,7 @@ async def test_only_what_changed_is_sent(tmp_path, monkeypatch, transport):
         for version in range(3):
             await place.learner.publish(0.02)
             await rollout.reach(version)
-            received.append(rollout.receiver.figures["weights/received_mib"] * 2**20)
+            received.append(received_bytes(rollout))
         assert received[0] == place.learner.layout.size_bytes
         assert max(received[1:]) < 0.05 * received[0]
 
@@ -168,7 +164,7 @@ async def test_without_deltas_all_is_sent(tmp_path, monkeypatch, transport):
         for version in range(2):
             await place.learner.publish(0.02)
             await rollout.reach(version)
-            assert rollout.receiver.figures["weights/received_mib"] * 2**20 == place.learner.layout.size_bytes
+            assert received_bytes(rollout) == place.learner.layout.size_bytes
 
 
 async def test_a_stream_goes_on_where_the_base_is_overwritten(tmp_path, monkeypatch):
@@ -176,122 +172,97 @@ async def test_a_stream_goes_on_where_the_base_is_overwritten(tmp_path, monkeypa
         rollout = place.rollout("stream")
         await place.learner.publish()
         await rollout.reach(0)
-        await rollout.client.request(Leave(instance=rollout.name), Ok)  # or the slot that it had would be held for it
+        await place.client.request(Leave(instance=rollout.name), Ok)  # or the slot that it had would be held for it
         for _ in range(5):
             await place.learner.publish()
         await rollout.reach(5)
         assert is_right(place, rollout)
-        assert rollout.receiver.figures["weights/received_mib"] * 2**20 == place.learner.layout.size_bytes
+        assert received_bytes(rollout) == place.learner.layout.size_bytes
 
 
 async def test_a_newcomer_gets_a_stream_and_takes_part_in_the_next_round(tmp_path, monkeypatch):
     async with hall(tmp_path, monkeypatch) as place:
-        old, new = place.rollout("gloo", "stream"), place.rollout("gloo", "stream")
+        old, new = place.rollout("gloo"), place.rollout("gloo")
         await place.learner.publish()
         await old.reach(0)
-        assert old.last.transport == "stream"
-        await place.learner.publish()
-        await old.reach(1)
-        assert old.last.transport == "gloo" and old.last.round.size == 2
-        first_epoch = old.last.round.epoch
+        assert place.figures["weights/rounds"] == 0
+        await asyncio.gather(*await place.start_together(old.reach(1)))
+        assert place.rounds._group_members == [old.name] and place.rounds._made == 1
         await new.reach(1)
-        assert new.last.transport == "stream"
-        waiting = [asyncio.create_task(rollout.reach(2)) for rollout in (old, new)]
-        while len(place.broadcaster.rounds._waiting) < 2:
-            await asyncio.sleep(0)
-        await place.learner.publish()
-        await asyncio.gather(*waiting)
-        assert old.last.round.size == new.last.round.size == 3 and old.last.round.epoch != first_epoch
-        epoch = new.last.round.epoch
-        await place.learner.publish()
-        await asyncio.gather(old.reach(3), new.reach(3))
-        assert old.last.round.epoch == new.last.round.epoch == epoch  # the group is made once
-        assert is_right(place, old) and is_right(place, new)
+        assert place.figures["weights/rounds"] == 1
+        for version in (2, 3):
+            await asyncio.gather(*await place.start_together(old.reach(version), new.reach(version)))
+            assert place.rounds._group_members == [old.name, new.name]
+        assert place.rounds._made == 2  # the group is made once
+        assert is_right(place, old, new)
 
 
 async def test_a_member_that_does_not_join_costs_the_others_one_deadline(tmp_path, monkeypatch):
     async with hall(tmp_path, monkeypatch) as place:
-        members = [place.rollout("gloo") for _ in range(3)]
+        members = [place.rollout("gloo") for _ in range(2)]
         await place.learner.publish()
         await asyncio.gather(*(member.reach(0) for member in members))
-        silent = members.pop()
-        asked = [asyncio.create_task(silent.ask()), *(asyncio.create_task(m.follow()) for m in members)]
-        while len(place.broadcaster.rounds._waiting) < 3:
-            await asyncio.sleep(0)
         start = asyncio.get_running_loop().time()
-        await place.learner.publish()
-        assert not await asked[1] and not await asked[2]
+        silent, *others = await place.start_together(place.offered("silent", 0), *(m.follow() for m in members))
+        assert await asyncio.gather(*others) == [False, False]
         await asyncio.gather(*(member.reach(1) for member in members))
-        assert asyncio.get_running_loop().time() - start < 2.0 + 2.0
-        assert place.figures["weights/broken_rounds"] == 1
-        assert members[0].last.round.size == 3  # the broadcaster, and the two that are left
-        await asked[0]
-        await silent.reach(1)
-        assert is_right(place, silent)
+        assert asyncio.get_running_loop().time() - start < place.progress_s + 2.0
+        assert (await silent).round.size == 4 and place.figures["weights/broken_rounds"] == 1
+        assert place.rounds._group_members == [member.name for member in members]
+        assert is_right(place, *members)
 
 
 async def test_a_member_that_falls_silent_in_a_transfer_costs_the_others_one_deadline(tmp_path, monkeypatch):
     async with hall(tmp_path, monkeypatch) as place:
-        members = [place.rollout("gloo") for _ in range(3)]
+        members = [place.rollout("gloo") for _ in range(2)]
         await place.learner.publish()
         await asyncio.gather(*(member.reach(0) for member in members))
-        silent = members.pop()
-        asked = [asyncio.create_task(m.follow()) for m in members]
-        offer = asyncio.create_task(silent.ask())
-        while len(place.broadcaster.rounds._waiting) < 3:
-            await asyncio.sleep(0)
         start = asyncio.get_running_loop().time()
-        await place.learner.publish(changed=1.0)
-        found = await offer
+        silent, *others = await place.start_together(place.offered("silent", 0), *(m.follow() for m in members))
         join = Join(
-            instance=silent.name,
-            epoch=found.round.epoch,
+            instance="silent",
+            epoch=(await silent).round.epoch,
             lineage=0,
             version=1,
             size_bytes=place.learner.layout.size_bytes,
         )
-        await silent.client.request(join, Ok, wait_s=5.0)  # and never receives
-        await asyncio.gather(*asked)
+        await place.client.request(join, Ok, wait_s=5.0)  # and never receives
+        await asyncio.gather(*others)
         await asyncio.gather(*(member.reach(1) for member in members))
-        assert asyncio.get_running_loop().time() - start < 2.0 + 2.0
-        assert all(is_right(place, member) for member in members)
-        await silent.reach(1)
-        assert is_right(place, silent)
+        assert asyncio.get_running_loop().time() - start < place.progress_s + 2.0
+        assert is_right(place, *members)
 
 
 async def test_a_member_of_another_size_is_not_let_in(tmp_path, monkeypatch):
     async with hall(tmp_path, monkeypatch) as place:
-        rollout = place.rollout("gloo")
         await place.learner.publish()
-        offer = await rollout.ask()
-        join = Join(instance=rollout.name, epoch=offer.round.epoch, lineage=0, version=0, size_bytes=4096)
+        offer = await place.offered("rollout-0", -1)
+        join = Join(instance="rollout-0", epoch=offer.round.epoch, lineage=0, version=0, size_bytes=4096)
         with pytest.raises(ProtocolError, match="aborted: 4096 bytes instead of"):
-            await rollout.client.request(join, Ok)
-        await rollout.reach(0)
-        assert is_right(place, rollout)
+            await place.client.request(join, Ok)
 
 
 async def test_rollouts_whose_group_cannot_be_made_get_streams(tmp_path, monkeypatch):
     async with hall(tmp_path, monkeypatch, progress_s=0.5) as place:
-        rollout = place.rollout("gloo", "stream")
-        rollout.receiver._host = "127.0.0.2"  # nothing listens there
-        await place.learner.publish()
-        await rollout.reach(0)
-        await place.learner.publish()
-        await rollout.reach(1)
-        assert rollout.last.transport == "stream" and is_right(place, rollout)
+        rollout = place.rollout("gloo")
+        rollout.snapshots._receiver._host = "127.0.0.2"  # nothing listens there
+        for version in range(2):
+            await place.learner.publish()
+            await rollout.reach(version)
+        assert place.figures["weights/rounds"] == 0 and place.figures["weights/broken_rounds"] == MOST_FAILED_GROUPS
+        assert is_right(place, rollout)
 
 
 async def test_a_damaged_bucket_is_never_used(tmp_path, monkeypatch):
     async with hall(tmp_path, monkeypatch, deltas=False) as place:
         rollout = place.rollout("stream")
         await place.learner.publish()
-        place.learner.file.tensors(0)["a"][7] += 1.0
+        place.learner.slots.file.tensors(0)["a"][7] += 1.0
         for _ in range(MOST_FAILURES - 1):
             assert not await rollout.follow()
-        with pytest.raises(WeightsError, match="bucket 0 of 7 arrived damaged"):
+        with pytest.raises(WeightsError, match="bucket 0 of 1 arrived damaged"):
             await rollout.follow()
-        assert rollout.held == (0, -1)
+        assert rollout.version == -1
 
 
 async def test_a_snapshot_that_is_not_held_for_a_rollout_is_not_sent(tmp_path, monkeypatch):
@@ -301,10 +272,10 @@ async def test_a_snapshot_that_is_not_held_for_a_rollout_is_not_sent(tmp_path, m
         with pytest.raises(ProtocolError, match="unknown_lease: version 0 is not held for stranger any more"):
             await place.client.request(fetch, Bucket)
         rollout = place.rollout("stream")
-        await rollout.ask()
-        beyond = fetch.model_copy(update={"instance": rollout.name, "bucket": 7})
-        with pytest.raises(ProtocolError, match="there is no bucket 7"):
-            await rollout.client.request(beyond, Bucket)
+        await rollout.reach(0)
+        beyond = fetch.model_copy(update={"instance": rollout.name, "bucket": 1})
+        with pytest.raises(ProtocolError, match="there is no bucket 1"):
+            await place.client.request(beyond, Bucket)
 
 
 async def test_a_broadcaster_that_started_again_makes_a_new_group(tmp_path, monkeypatch, free_again, tiny_model):
@@ -331,7 +302,7 @@ async def test_an_engine_computes_with_what_it_received(tiny_model, tmp_path, mo
             assert path.follower.figures["weights/probe_error"] == 0
             for name, parameter in path.engine.model.named_parameters():
                 assert torch.equal(parameter, path.backend._model.get_parameter(name)), name
-        path.follower.check_slot()
+        path.follower.snapshots.check()
 
 
 @pytest.mark.parametrize(
@@ -339,12 +310,12 @@ async def test_an_engine_computes_with_what_it_received(tiny_model, tmp_path, mo
 )
 async def test_the_transport_is_chosen_by_what_can_be_reached(tiny_model, tmp_path, monkeypatch, is_here, keys, taken):
     async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
-        monkeypatch.setattr(follower_module, "is_here", lambda name: is_here)
-        monkeypatch.setattr(follower_module, "find_keys", lambda: keys)
+        monkeypatch.setattr(snapshots_module, "is_here", lambda name: is_here)
+        monkeypatch.setattr(snapshots_module, "find_keys", lambda: keys)
         for version in range(2):
             await path.publish(version)
             while path.engine.version < version:
                 await path.follower.follow()
-        assert path.follower._transports()[0] == taken
-        assert (path.follower._file.path == path.publisher._file.path) == is_here
+        assert path.follower.snapshots.transports()[0] == taken
+        assert (path.follower.snapshots.in_use.file.path == path.publisher.slots.file.path) == is_here
         assert np.isfinite(path.follower.figures["weights/probe_error"])

@@ -87,8 +87,7 @@ async def weight_path(model, tmp_path, monkeypatch, dtype="float32", **weights):
         yield path
     finally:
         await path.engine.close()
-        await path.follower._client.close()
-        path.follower._receiver.close()
+        await path.follower.snapshots.close()
         await path.publisher.close()
         await path.stop_serving()
 
@@ -103,7 +102,7 @@ async def test_an_engine_serves_each_version_with_the_learners_weights_in_place(
             await path.publish(version)
             await path.follower.follow()
             assert path.engine.version == version
-            slot = path.publisher._file.tensors(path.follower._slot)
+            slot = path.publisher.slots.file.tensors(path.follower.snapshots.in_use.slot)
             for name, parameter in path.engine.model.named_parameters():
                 own = path.backend._model.get_parameter(name)
                 assert torch.equal(parameter, own), name
@@ -195,22 +194,22 @@ async def test_a_rollout_follows_a_learner_that_started_again(tiny_model, tmp_pa
         await path.publish(0)
         await path.follower.follow()
         await path.publisher.close()
-        path.publisher = Publisher(path.follower._client.address, "test", path.backend, path.config)
+        path.publisher = Publisher(path.address, "test", path.backend, path.config)
         path.train()
         await path.publish(1)
         await path.follower.follow()
         assert path.versions == [0, 1]
-        assert path.follower._file.path == path.publisher._file.path
+        assert path.follower.snapshots.in_use.file.path == path.publisher.slots.file.path
 
 
 async def test_a_rollout_notices_that_its_slot_was_overwritten(tiny_model, tmp_path, monkeypatch):
     async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
         await path.publish(0)
         await path.follower.follow()
-        path.follower.check_slot()
-        path.publisher._file.begin(path.follower._slot)
+        path.follower.snapshots.check()
+        path.publisher.slots.file.begin(path.follower.snapshots.in_use.slot)
         with pytest.raises(WeightsError, match="version 0 was overwritten while rollout-0 still used it"):
-            path.follower.check_slot()
+            path.follower.snapshots.check()
 
 
 async def test_a_broadcaster_that_started_again_never_has_the_learner_write_what_is_read(
@@ -219,15 +218,15 @@ async def test_a_broadcaster_that_started_again_never_has_the_learner_write_what
     async with weight_path(tiny_model, tmp_path, monkeypatch) as path:
         await path.publish(0)
         await path.follower.follow()
-        before = path.publisher._file.path
+        before = path.publisher.slots.file.path
         await path.restart_broadcaster(free_again)
         while not path.publisher.is_forgotten:
             await asyncio.sleep(0.01)
         for version in (1, 2, 3):  # as many as there are slots
             path.train()
             assert await path.publish(version)
-            path.follower.check_slot()
-        assert path.publisher._file.path != before and not before.exists()
+            path.follower.snapshots.check()
+        assert path.publisher.slots.file.path != before and not before.exists()
         assert not path.publisher.is_forgotten
         await path.follower.follow()
         assert path.versions == [0, 3] and path.follower.figures["weights/probe_error"] < 1e-3
