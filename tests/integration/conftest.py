@@ -69,5 +69,8 @@ class Workplace:
 
 
 @pytest.fixture
-def workplace(tmp_path, tiny_model) -> Workplace:
+def workplace(tmp_path, tiny_model, monkeypatch) -> Workplace:
+    """Its snapshots lie in a folder of its own, since other runs of the same name may go on on this machine."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setenv("STRETTO_SHM", str(tmp_path / "shm"))
     return Workplace(tmp_path, tiny_model)

@@ -15,7 +15,7 @@ from .conftest import read_lines
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 async def test_a_run_goes_on_after_its_engine_core_was_killed(workplace, vllm_model):
     rollout = {"engine": "vllm", "dtype": "float32", "max_samples": 16, "vllm": {"cache_gib": 0.25}}
     file = workplace.write(
@@ -25,8 +25,8 @@ async def test_a_run_goes_on_after_its_engine_core_was_killed(workplace, vllm_mo
     run = LocalRun(load_config(file), workplace.run_folder, on_event=events.append)
     await run.start()
     waiting = asyncio.create_task(run.wait())
-    async with asyncio.timeout(200):
-        await run.status(wait_version=2, wait_s=120.0)
+    async with asyncio.timeout(400):
+        await run.status(wait_version=2, wait_s=300.0)
         (core,) = [p for p in psutil.Process(run.pids["rollout-0"]).children() if "EngineCore" in " ".join(p.cmdline())]
         core.send_signal(signal.SIGKILL)
         await waiting
