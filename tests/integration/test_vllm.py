@@ -19,7 +19,12 @@ from .conftest import read_lines
 async def test_a_run_goes_on_after_its_engine_core_was_killed(workplace, vllm_model):
     rollout = {"engine": "vllm", "dtype": "float32", "max_samples": 16, "vllm": {"cache_gib": 0.25}}
     file = workplace.write(
-        model=str(vllm_model), rollout=rollout, steps=6, max_staleness=1, sampling={"max_tokens": 24}
+        model=str(vllm_model),
+        rollout=rollout,
+        steps=6,
+        max_staleness=1,
+        sampling={"max_tokens": 24},
+        weights={"transport": "gloo"},
     )
     events: list[str] = []
     run = LocalRun(load_config(file), workplace.run_folder, on_event=events.append)
@@ -35,3 +40,5 @@ async def test_a_run_goes_on_after_its_engine_core_was_killed(workplace, vllm_mo
     assert [m["version"] for m in metrics] == [1, 2, 3, 4, 5, 6]
     rows = [s["row"] for s in read_lines(workplace.run_folder / "samples.jsonl") if s["lane"] == "train"]
     assert len(rows) == len(set(rows)) == 24
+    swaps = [s for s in read_lines(workplace.run_folder / "logs" / "rollout-0.jsonl") if s["event"] == "weights"]
+    assert len(swaps) >= 2 and all(s["weights/received_mib"] > 0 for s in swaps)

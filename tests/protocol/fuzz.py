@@ -41,6 +41,10 @@ MOVING = (Drain, Resume)
 VALUES: dict[Any, Any] = {str: "rollout", int: 1, float: 1.0, bool: True, dict: {"a": 1.0}, list: ["g00000000"]}
 
 
+PARTICULAR: dict[str, Any] = {"leases": [], "letters": [{}], "transports": ["stream"], "size": 2, "delta_bytes": [9]}
+"""Valid values of fields that are more than their type."""
+
+
 def example(body: type[Body]) -> Body:
     """A valid message body of a class."""
     fields = {}
@@ -49,7 +53,7 @@ def example(body: type[Body]) -> Body:
         plain = next((o for o in options if getattr(o, "__origin__", o) in VALUES), None)
         literals = [value for value in options if isinstance(value, str)]
         value = literals[0] if literals else VALUES[getattr(plain, "__origin__", plain)] if plain else None
-        fields[name] = [] if name == "leases" else [{}] if name == "letters" else value
+        fields[name] = PARTICULAR.get(name, value)
     return body.model_validate(fields)
 
 
