@@ -216,6 +216,7 @@ async def attack_broker(mutator: Mutator, messages: int, show: Callable[[str], N
 async def attack_client(mutator: Mutator, messages: int) -> dict[str, Any]:
     """Answers to a client that waits for the right one, which it gets in the end."""
     server = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    server.setsockopt(zmq.ROUTER_MANDATORY, 1)  # wait for the client to read, where it would drop messages otherwise
     port = server.bind_to_random_port("tcp://127.0.0.1")
     client = Client(f"tcp://127.0.0.1:{port}")
     asked = asyncio.create_task(client.request(StatusRequest(), Ok, deadline_s=3600.0))
