@@ -10,11 +10,10 @@ import numpy as np
 
 from protocol.channel import Client
 from protocol.messages import Bucket, Fetch, Join, Offer, Ok, Round
-from services.member import first_error
 from shared import delta
 from shared.addresses import host_of
 from shared.collective import Backend, Group
-from shared.errors import BrokenTransfer, ProtocolError, WeightsError
+from shared.errors import BrokenTransfer, ProtocolError, StrettoError, WeightsError
 from shared.log import log
 from shared.snapshot import PREFIX, Manifest, SnapshotFile, checksum
 
@@ -84,11 +83,17 @@ class Receiver:
         return SnapshotFile.create(f"{PREFIX}{secrets.token_hex(8)}", manifest.layout, SLOTS)
 
     async def _stream(self, offer: Offer, manifest: Manifest, buckets: list[np.ndarray]) -> int:
-        """Fetch bucket by bucket; returns the bytes that came."""
+        """Fetch bucket by bucket; returns the bytes that came.
+
+        After a failure those under way still come to their end: nothing writes to the slot when it is written anew.
+        """
         turns = asyncio.Semaphore(FETCHES)
+        failures: list[StrettoError] = []
 
         async def fetch(number: int) -> int:
             async with turns:
+                if failures:
+                    return 0
                 base_lineage, base_version = self._held
                 request = Fetch(
                     instance=self._instance,
@@ -98,17 +103,19 @@ class Receiver:
                     base_lineage=base_lineage,
                     base_version=base_version,
                 )
-                answer, columns = await self._client.request(request, Bucket, deadline_s=self._patience_s)
-                data = columns["bytes"]
-                await asyncio.to_thread(self._put, data, answer.is_delta, number, manifest, buckets)
+                try:
+                    answer, columns = await self._client.request(request, Bucket, deadline_s=self._patience_s)
+                    data = columns["bytes"]
+                    await asyncio.to_thread(self._put, data, answer.is_delta, number, manifest, buckets)
+                except StrettoError as error:
+                    failures.append(error)
+                    return 0
                 return data.nbytes
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                fetches = [tasks.create_task(fetch(number)) for number in range(len(buckets))]
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
-        return sum(done.result() for done in fetches)
+        received = await asyncio.gather(*(fetch(number) for number in range(len(buckets))))
+        if failures:
+            raise failures[0]
+        return sum(received)
 
     async def _take_part(self, offer: Offer, part: Round, manifest: Manifest, buckets: list[np.ndarray]) -> int:
         """Join a round and receive what it brings; returns the bytes that came."""
