@@ -121,6 +121,6 @@ _MAKE = {"gloo": _make_gloo, "nccl": _make_nccl}
 def _as_broken(what: str) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ImportError) as error:  # the last: torch was built without the backend
         reason = str(error).splitlines()[0][:200]
         raise BrokenTransfer(f"{what}: {reason}") from None

@@ -253,6 +253,17 @@ async def test_rollouts_whose_group_cannot_be_made_get_streams(tmp_path, monkeyp
         assert is_right(place, rollout)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may work here")
+async def test_without_nccl_its_rollouts_get_streams(tmp_path, monkeypatch):
+    async with hall(tmp_path, monkeypatch, transport="nccl") as place:
+        rollout = place.rollout("nccl")
+        for version in range(2):
+            await place.learner.publish()
+            await rollout.reach(version)
+        assert place.figures["weights/rounds"] == 0 and place.figures["weights/broken_rounds"] == MOST_FAILED_GROUPS
+        assert is_right(place, rollout)
+
+
 async def test_a_damaged_bucket_is_never_used(tmp_path, monkeypatch):
     async with hall(tmp_path, monkeypatch, deltas=False) as place:
         rollout = place.rollout("stream")
