@@ -96,14 +96,18 @@ class Group:
 
 
 def _make_gloo(store: Any, rank: int, size: int, at: tuple[str, int], deadline: timedelta) -> Any:
-    from torch.distributed import ProcessGroupGloo
+    from torch.distributed import BarrierOptions, ProcessGroupGloo
 
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = deadline / CONNECT_TRIES
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     where = {"interface": interface} if interface else {"hostname": own_address(at[0])}
     options._devices = [ProcessGroupGloo.create_device(**where)]
-    return ProcessGroupGloo(store, rank, size, options)
+    group: Any = ProcessGroupGloo(store, rank, size, options)
+    all_connected = BarrierOptions()  # what is sent before breaks the connections of those that are not
+    all_connected.timeout = deadline
+    group.barrier(all_connected).wait()
+    return group
 
 
 def _make_nccl(store: Any, rank: int, size: int, _: tuple[str, int], deadline: timedelta) -> Any:

@@ -91,7 +91,7 @@ class Rounds:
 
     async def follow(self, follow: Follow) -> Offer | None:
         """Wait for a round with a newer snapshot; None where there is none in time."""
-        self.forget(follow.instance)
+        self._drop(follow.instance)
         waiting = _Waiting((follow.lineage, follow.version), asyncio.get_running_loop().create_future())
         self._waiting[follow.instance] = waiting
         self._known.add(follow.instance)
@@ -106,7 +106,12 @@ class Rounds:
                 del self._waiting[follow.instance]
 
     def forget(self, instance: str) -> None:
-        """A rollout is gone, or follows anew."""
+        """A rollout is gone, or takes its weights in another way: it may be another process, without the group."""
+        self._drop(instance)
+        if instance in self._group_members:
+            self._group_holds = None
+
+    def _drop(self, instance: str) -> None:
         self._known.discard(instance)
         if (waiting := self._waiting.pop(instance, None)) and not waiting.offer.done():
             waiting.offer.set_result(None)
@@ -155,7 +160,7 @@ class Rounds:
             if offered := self._ring.offer(member, *held):
                 members[member], snapshot = held, offered
             else:
-                self.forget(member)
+                self._drop(member)
         if snapshot is None:
             return
         source = await self._source(snapshot)
@@ -229,7 +234,7 @@ class Rounds:
             self._failures += 1
             self._group = Group(self._backend, at, current.epoch, 0, len(current.members) + 1, self._progress_s)
         for _ in self._group.broadcast(pieces):
-            pass
+            self._group_holds = None
 
     def _broken(self, current: _Round, error: BrokenTransfer) -> None:
         self._close_group()

@@ -197,6 +197,21 @@ async def test_a_newcomer_gets_a_stream_and_takes_part_in_the_next_round(tmp_pat
         assert is_right(place, old, new)
 
 
+async def test_a_member_that_started_again_gets_a_new_group(tmp_path, monkeypatch):
+    async with hall(tmp_path, monkeypatch) as place:
+        members = [place.rollout("gloo") for _ in range(2)]
+        await place.learner.publish()
+        await asyncio.gather(*(member.reach(0) for member in members))
+        await asyncio.gather(*await place.start_together(*(member.reach(1) for member in members)))
+        again = Rollout(place.address, members.pop().name, "gloo", place.progress_s)
+        members.append(again)
+        place.rollouts.append(again)
+        await again.reach(1)  # by a stream; the group has members of the same names and versions now
+        await asyncio.gather(*await place.start_together(*(member.reach(2) for member in members)))
+        assert place.figures["weights/broken_rounds"] == 0 and place.rounds._made == 2
+        assert is_right(place, *members)
+
+
 async def test_a_member_that_does_not_join_costs_the_others_one_deadline(tmp_path, monkeypatch):
     async with hall(tmp_path, monkeypatch) as place:
         members = [place.rollout("gloo") for _ in range(2)]
