@@ -45,8 +45,9 @@ def test_rollouts_that_receive_their_weights_train_alike(workplace, transport):
     assert done.returncode == 0, done.stderr
     report = json.loads((workplace.run_folder / "report.json").read_text())
     assert report["steps"] == 4 and report["state"] == "finished"
-    log = [json.loads(line) for line in (workplace.run_folder / "logs" / "rollout-1.jsonl").read_text().splitlines()]
-    swaps = [line for line in log if line["event"] == "weights"]
+    # Either may be late for a run of four steps, but not both: somebody generated with newer weights than the first.
+    logs = (workplace.run_folder / "logs" / f"rollout-{i}.jsonl" for i in range(2))
+    swaps = [line for log in logs for line in read_lines(log) if line["event"] == "weights"]
     assert swaps and all(line["weights/probe_error"] == 0 and line["weights/receive_s"] > 0 for line in swaps)
     run_id = json.loads((workplace.run_folder / "status.json").read_text())["run_id"]
     assert not list(shared_folder().glob(f"stretto-{run_id}-*"))
