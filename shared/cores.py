@@ -10,7 +10,7 @@ import os
 
 from shared.errors import ConfigError
 
-BUSY = ("learner", "rollout")
+BUSY = ("learner", "rollout", "reference", "critic", "cost_critic")
 YIELDING = 10
 """Niceness of a rollout on cores of the learner: where both have work, the learner gets nine tenths of the core."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from protocol.channel import Client
 from protocol.messages import Drain, Ok, Status, StatusRequest
+from shared.algorithms import load_algorithm
 from shared.config import RunConfig, dump_config
 from shared.cores import available_cores, niceness, plan_cores, process_environment
 from shared.errors import ConfigError, ProtocolError, RunStopped, StrettoError, Unreachable
@@ -252,7 +253,10 @@ class LocalRun:
 
 
 def instances(config: RunConfig) -> list[str]:
-    """The names of all services of a run, the broker first."""
-    rollouts = [f"rollout-{i}" for i in range(config.rollout.replicas)]
-    rewards = [f"reward-{i}" for i in range(config.reward.replicas)]
-    return ["broker", "broadcaster", *rollouts, *rewards, "learner"]
+    """The names of all services of a run, the broker first and the learner last."""
+    stages = [stage.name for stage in load_algorithm(config.algorithm).stages(config)]
+    names = ["broker", "broadcaster"]
+    for stage in stages:
+        replicas = getattr(getattr(config, stage, None), "replicas", None)
+        names += [stage] if replicas is None else [f"{stage}-{i}" for i in range(replicas)]
+    return names

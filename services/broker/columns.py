@@ -65,7 +65,7 @@ def _rule(name: str) -> _Rule:
         dtype=None if dtype is None else DTYPES[dtype],
         is_offsets=is_offsets,
         one_a_token=name in TOKEN_COLUMNS,
-        one_a_sample=status or signal or name in ("finish_reasons", "rewards", "reward_status"),
+        one_a_sample=status or signal or COLUMNS.get(name, ("", ""))[1].startswith("[n]"),
         largest=max(FinishReason) if name == "finish_reasons" else max(RewardStatus) if "status" in name else None,
     )
 

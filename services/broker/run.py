@@ -66,12 +66,12 @@ class Run:
         self.contacts: dict[str, str] = {}
         self.warnings: deque[str] = deque(maxlen=20)
         self._drift = DriftWarnings(config)
-        self.ledger = Ledger(stages, Policy.of(config, self.total_steps))
+        self.ledger = Ledger(stages, Policy.of(config, self.total_steps, replace_equal=algorithm.replace_equal))
         self.log = RunLog(self.folder)
         self._announce = announce
         self._source = PromptSource(train, seed=config.seed, shuffle=config.data.shuffle)
         self._evaluations = Evaluations(config, _heldout(config), self.total_steps)
-        self._samples: dict[Lane, int] = {"train": config.samples_per_prompt, "eval": 1}
+        self._samples: dict[Lane, int] = {"train": algorithm.samples(config), "eval": 1}
         self._started = time.time()
         self._outcome = ("stopped", "")
         self._saved_version = 0

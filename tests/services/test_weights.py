@@ -11,8 +11,8 @@ import torch
 
 from protocol.channel import Server
 from services.broadcaster.service import Broadcaster
-from services.learner.hf import HFBackend
-from services.learner.packing import PackedRows
+from services.compute.hf import HFBackend
+from services.compute.packing import PackedRows
 from services.learner.publisher import Publisher
 from services.rollout.embedded.engine import EmbeddedEngine
 from services.rollout.engine import Request

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shared.graph import LEARNER_NEEDS, ROLLOUT, Stage, reward_stage
+from shared.graph import Stage, learner_stage, reward_stage, rollout_stage
 from shared.group import Columns, ragged, ragged_text
 
-STAGES = [ROLLOUT, reward_stage(["exact"]), Stage("learner", needs=LEARNER_NEEDS, provides=frozenset())]
+_MIDDLE = [rollout_stage(greedy=False), reward_stage(["exact"])]
+STAGES = [*_MIDDLE, learner_stage(_MIDDLE)]
 
 
 def make_columns(stage: str, version: int = 0, samples: int = 2) -> Columns:
