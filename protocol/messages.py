@@ -361,7 +361,7 @@ class Learn(Body):
     """The learner makes `version` of these groups; a critic learns their returns. Answered by Learned.
 
     Columns of each group: `prompt_tokens`, `tokens`, `tokens_offsets`, `loss_mask`, `values` (f4 [T], from before) and
-    `returns` (f4 [T]). Refused with `unknown_lease` where the critic is not at the version before.
+    `returns` (f4 [T]). Refused with `other_version` where the critic is not at the version before.
     """
 
     type = "learn"

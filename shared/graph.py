@@ -42,7 +42,7 @@ _ROLLOUT = Stage(
     ),
 )
 _SEQUENCES = frozenset({"prompt_tokens", "tokens", "tokens_offsets"})
-_FOR_PEOPLE = frozenset({"text", "text_offsets"})
+_FOR_PEOPLE = ("text", "signal", "reward_reasons", "cost_reasons")
 
 REFERENCE = Stage("reference", needs=_SEQUENCES, provides=frozenset({"ref_logprobs"}), trains=True)
 CriticName = Literal["critic", "cost_critic"]
@@ -65,7 +65,7 @@ def critic_stage(critic: str) -> Stage:
 def learner_stage(others: Iterable[Stage], signals: Iterable[str] = ()) -> Stage:
     """The last stage, which needs what the others provide, tokens rather than text, but of the signals these alone."""
     columns = {column for stage in others for column in stage.provides}
-    needs = {c for c in columns if "signal" not in c and "reasons" not in c} - _FOR_PEOPLE
+    needs = {column for column in columns if not column.startswith(_FOR_PEOPLE)}
     needs |= {f"{kind}/{name}" for name in signals for kind in ("signal", "signal_status")}
     return Stage("learner", needs=frozenset(needs), provides=frozenset(), trains=True)
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from protocol.channel import Reply, Server
@@ -26,6 +27,7 @@ from services.member import Member
 from shared.addresses import advertised, host_of
 from shared.errors import ProtocolError, StrettoError
 from shared.graph import VALUES
+from shared.group import Columns
 from shared.log import log
 
 GROUPS_AT_ONCE = 32
@@ -91,21 +93,24 @@ class CriticService:
         return Ok()
 
     async def _learn(self, learn: Learn, message: Message) -> Learned:
-        if not 0 <= learn.groups <= MAX_GROUPS:
-            raise ProtocolError("bad_header", f"{learn.groups} groups")
+        if learn.groups > MAX_GROUPS:
+            raise ProtocolError("bad_header", f"{learn.groups} groups; the limit is {MAX_GROUPS}")
         lessons = part_groups(message.columns, learn.groups)
+        for lesson in lessons:
+            _check(lesson)
         self._require(learn.version - 1)
         try:
             metrics = await self._in_thread(self._trainer.learn, lessons)
-        except StrettoError as error:
-            self._failed.set_exception(error)
-            raise ProtocolError("internal", str(error)) from None
+        except Exception as error:  # the weights may be spoilt: this service ends, and another goes on
+            if not self._failed.done():
+                self._failed.set_exception(error)
+            raise ProtocolError("other_version", f"the update failed: {error}") from None
         return Learned(metrics=metrics)
 
     def _require(self, version: int) -> None:
         if self._trainer.version != version:
             raise ProtocolError(
-                "unknown_lease",
+                "other_version",
                 f"the critic is at version {self._trainer.version}, not {version}: it was started again",
             )
 
@@ -121,11 +126,33 @@ class CriticService:
             checkpoint = self._checkpoints.at(version) if version > 0 else None
             self._trainer = await self._in_thread(self._load, checkpoint)
         except StrettoError as error:
-            raise ProtocolError("bad_header", str(error)) from None
+            raise ProtocolError("other_version", str(error)) from None
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with self._member.account.within("compute"):
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+
+LESSON = {
+    "prompt_tokens": np.int32,
+    "tokens": np.int32,
+    "tokens_offsets": np.int64,
+    "loss_mask": np.bool_,
+    "values": np.float32,
+    "returns": np.float32,
+}
+"""The columns of a group that a critic learns from."""
+
+
+def _check(lesson: Columns) -> None:
+    """Raises ProtocolError `bad_column` where the columns of a group are not those of a lesson."""
+    if {name: array.dtype for name, array in lesson.items()} != LESSON or any(a.ndim != 1 for a in lesson.values()):
+        raise ProtocolError("bad_column", f"a lesson has the columns {', '.join(LESSON)} with their dtypes")
+    offsets = lesson["tokens_offsets"]
+    lengths = {len(lesson[name]) for name in ("tokens", "loss_mask", "values", "returns")}
+    rising = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
+    if not rising or lengths != {int(offsets[-1])} or not len(lesson["prompt_tokens"]):
+        raise ProtocolError("bad_column", "the columns of a lesson do not have one value a token")
 
 
 async def serve(broker: str, instance: str, service: Service) -> None:

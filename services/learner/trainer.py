@@ -204,7 +204,7 @@ class Trainer:
 
 @torch.no_grad()
 def _fresh_drift(packed: PackedRows, logprobs: torch.Tensor, lag: int) -> dict[str, torch.Tensor]:
-    """Sums of |learner − engine|, of k3 and of the lag, and the largest distance on samples of this lag; {} without any.
+    """Sums of |learner − engine|, k3 and the lag, and the largest distance, on samples of this lag; {} without any.
 
     A whole sample counts by the version it began with: the engine keeps keys and values over a swap, so that a token
     sampled by the learner's own version after older ones is none that the learner would compute alike.
