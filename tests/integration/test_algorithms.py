@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
+from collections import defaultdict
+
+import pytest
+
+from shared.config import load_config
+from stretto import launcher
+from stretto.launcher import LocalRun
 
 from .conftest import read_lines
 
@@ -44,3 +54,38 @@ def test_safe_rlhf_trains_with_costs_and_two_critics(workplace):
     multipliers = [record["algorithm/multiplier"] for record in metrics]
     assert multipliers == sorted(multipliers) and all(record["cost/mean"] >= 0 for record in metrics)
     assert all(record["cost_critic/loss"] >= 0 and record["critic/loss"] >= 0 for record in metrics)
+
+
+@pytest.mark.parametrize("victim", ["critic", "learner"])
+async def test_critic_and_learner_go_on_from_one_checkpoint_when_either_is_killed(workplace, monkeypatch, victim):
+    monkeypatch.setattr(launcher, "FIRST_PAUSE_S", 0.1)
+    changes = {
+        "steps": 1_000_000,
+        "checkpoint": {"every": 5, "keep_last": 1},
+        "algorithm": {"name": "ppo", "kl_target": 0.001, "kl_horizon": 100},
+        "critic": {"dtype": "float32", "lr": 1e-2},
+        "reference": {"dtype": "float32"},
+    }
+    run = LocalRun(load_config(workplace.write(**changes)), workplace.run_folder)
+    await run.start()
+    waiting = asyncio.create_task(run.wait())
+    async with asyncio.timeout(150):
+        while (await run.status(wait_version=7, wait_s=60.0))["version"] < 7:
+            pass
+        os.kill(run.pids[victim], signal.SIGKILL)
+        while (status := await run.status(wait_version=12, wait_s=1.0))["lineage"] == 0 or status["version"] < 12:
+            assert not waiting.done()
+    await run.drain("enough")
+    await waiting
+    made = defaultdict(dict)
+    for record in read_lines(workplace.run_folder / "metrics.jsonl"):
+        made[record["lineage"]][record["version"]] = record
+    again = sorted(made[0].keys() & made[1].keys())
+    assert 7 in again and min(made[1]) % 5 == 1
+    names = {"loss", "grad_norm", "critic/loss", "critic/grad_norm", "critic/lr", "algorithm/kl_coefficient"}
+    for version in again:
+        before, after = made[0][version], made[1][version]
+        for name in names & before.keys():
+            assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-9), (version, name)
+    coefficients = [record["algorithm/kl_coefficient"] for record in made[0].values()]
+    assert len(set(coefficients)) > 1
