@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -70,8 +72,7 @@ def test_each_token_has_the_value_of_the_state_before_it(tiny_model):
     group = lesson(3)
     critic.learn([group])
     (found,) = values(critic, group)
-    starts = group["tokens_offsets"]
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in pairwise(group["tokens_offsets"]):
         ids = np.concatenate([group["prompt_tokens"], group["tokens"][start:end]])
         with torch.no_grad():
             logits = critic.backend._model(input_ids=torch.from_numpy(ids.astype("i8"))[None]).logits[0, :, 0]
