@@ -17,7 +17,7 @@ PROTOCOL_VERSION = 1
 Name = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=65_536)]
 Transport = Literal["shm", "gloo", "nccl", "stream"]
-Service = Literal["rollout", "reward", "reference", "critic", "learner", "broadcaster", "client"]
+Service = Literal["rollout", "reward", "cost", "reference", "critic", "learner", "broadcaster", "client"]
 
 
 class Body(BaseModel):

@@ -33,8 +33,14 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "reward_status": ("u1", "[n] RewardStatus"),
     "reward_reasons": ("u1", "why a reward is not OK, as UTF-8, ragged by reward_reasons_offsets"),
     "reward_reasons_offsets": ("i8", "[n+1]"),
+    "costs": ("f4", "[n] weighted sum of the signals of the cost, 0 where cost_status is not OK"),
+    "cost_status": ("u1", "[n] RewardStatus"),
+    "cost_reasons": ("u1", "why a cost is not OK, as UTF-8, ragged by cost_reasons_offsets"),
+    "cost_reasons_offsets": ("i8", "[n+1]"),
 }
-"""The columns of every run. Each reward signal adds `signal/<name>` (f4 [n]) and `signal_status/<name>` (u1 [n])."""
+"""The columns of every run; those of the cost only where it has that stage.
+
+Each signal adds `signal/<name>` (f4 [n]) and `signal_status/<name>` (u1 [n])."""
 
 
 class FinishReason(IntEnum):
@@ -46,7 +52,7 @@ class FinishReason(IntEnum):
 
 
 class RewardStatus(IntEnum):
-    """What a reward is: a value, an explicit abstention, or a failure. A failure is never a 0."""
+    """What a reward or a cost is: a value, an explicit abstention, or a failure. A failure is never a 0."""
 
     OK = 0
     ABSTAIN = 1

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -181,7 +182,7 @@ def requeue(
 
 @app.command()
 def serve(
-    service: Annotated[str, typer.Argument(help="broker, broadcaster, rollout, reward or learner")],
+    service: Annotated[str, typer.Argument(help="broker, broadcaster, rollout, reward, cost or learner")],
     broker: Broker = None,
     instance: Annotated[str | None, typer.Option(help="name in the run; default: service and process id")] = None,
     config: Annotated[Path | None, typer.Option(help="for the broker: the run's YAML file")] = None,
@@ -320,12 +321,17 @@ def _find_service(name: str) -> Any:
             from services.rollout import service as found
         case "reward":
             from services.reward import service as found  # type: ignore[no-redef]
+        case "cost":
+            from services.reward.service import serve
+
+            return partial(serve, service="cost")
         case "learner":
             from services.learner import service as found  # type: ignore[no-redef]
         case "broadcaster":
             from services.broadcaster import service as found  # type: ignore[no-redef]
         case _:
-            raise ConfigError(f"there is no service {name!r}; there are broker, broadcaster, rollout, reward, learner")
+            known = "broker, broadcaster, rollout, reward, cost, learner"
+            raise ConfigError(f"there is no service {name!r}; there are {known}")
     return found.serve
 
 

@@ -255,4 +255,5 @@ def instances(config: RunConfig) -> list[str]:
     """The names of all services of a run, the broker first."""
     rollouts = [f"rollout-{i}" for i in range(config.rollout.replicas)]
     rewards = [f"reward-{i}" for i in range(config.reward.replicas)]
-    return ["broker", "broadcaster", *rollouts, *rewards, "learner"]
+    costs = [f"cost-{i}" for i in range(config.cost.replicas if config.cost is not None else 0)]
+    return ["broker", "broadcaster", *rollouts, *rewards, *costs, "learner"]

@@ -63,6 +63,10 @@ class RunLog:
             "finish": [FinishReason(f).name.lower() for f in columns["finish_reasons"]],
             "versions": [runs.tolist() for runs in group.samples("versions")],
         }
+        if "costs" in columns:
+            record["costs"] = columns["costs"].tolist()
+            record["cost_status"] = [RewardStatus(s).name.lower() for s in columns["cost_status"]]
+            record["cost_reasons"] = group.texts("cost_reasons")
         self.write("samples", record)
 
     def status(self, status: dict[str, Any]) -> None:
