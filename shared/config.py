@@ -96,25 +96,56 @@ class Rollout(Section):
 
 
 class Signal(Section):
-    """One reward signal."""
+    """One signal: what a function or a reward model says of each sample."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="name of its columns and metrics")
-    function: str = Field(description="built-in name, package.module:function or path/to/file.py:function")
+    function: str | None = Field(None, description="built-in name, package.module:function or path/to/file.py:function")
+    model: str | None = Field(
+        None, description="in place of a function: Hugging Face folder or name of a sequence classifier"
+    )
     weight: float = Field(1.0, description="its weight in the reward")
+    clip: tuple[float, float] | None = Field(None, description="lowest and highest value, before its weight")
     normalize: bool = Field(
         False, description="(value − mean) / std over the valid samples of a step, before its weight"
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the function")
+    backend: Literal["hf", "vllm"] = Field("hf", description="what runs the model: transformers, or vLLM")
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+        "float32", description="dtype of the model; int8: of its weights alone, by torchao, only with hf"
+    )
+    label: int = Field(0, ge=0, description="index of the logit that is the value, as it is: without a sigmoid")
+    batch_size: Positive = Field(32, description="most samples that the model scores at once")
+
+    @field_validator("clip")
+    @classmethod
+    def _clip_rises(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip is not None and not clip[0] < clip[1]:
+            raise ValueError(f"clip is [low, high], but {clip[0]:g} is not below {clip[1]:g}")
+        return clip
+
+    @model_validator(mode="after")
+    def _function_or_model(self) -> Self:
+        if (self.function is None) == (self.model is None):
+            has = "neither" if self.function is None else "both"
+            raise ValueError(f"the signal {self.name} needs a function or a model, and has {has}")
+        others = ("args",) if self.function is None else ("backend", "dtype", "label", "batch_size")
+        for key in others:
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                what = "model" if self.function is None else "function"
+                raise ValueError(f"the signal {self.name} has a {what}, for which {key} means nothing")
+        if self.backend == "vllm" and self.dtype == "int8":
+            raise ValueError(f"the signal {self.name} is int8 with the backend vllm: only hf makes weights int8")
+        return self
 
 
 class Reward(Section):
     """The service that scores."""
 
     replicas: Positive = Field(1, description="processes")
-    signals: tuple[Signal, ...] = Field(min_length=1, description="the signals whose weighted sum is the reward")
+    signals: tuple[Signal, ...] = Field(min_length=1, description="the signals whose weighted sum is the score")
     workers: Positive = Field(1, description="processes of each replica that run synchronous functions")
-    timeout_s: Seconds = Field(30.0, description="time one function may take for one sample")
-    attempts: Positive = Field(2, description="how often a sample is scored before its reward is invalid")
+    timeout_s: Seconds = Field(30.0, description="time one function or model may take for one sample")
+    attempts: Positive = Field(2, description="how often a sample is scored before its score is invalid")
 
     @field_validator("signals")
     @classmethod
@@ -257,7 +288,7 @@ class RunConfig(Section):
     sampling: Sampling = Field(default_factory=Sampling)
     rollout: Rollout = Field(default_factory=Rollout)
     reward: Reward
-    cost: Reward | None = Field(None, description="costs that an algorithm bounds, scored like rewards")
+    cost: Reward | None = Field(None, description="the service that scores costs, for safe_rlhf")
     learner: Learner = Field(default_factory=Learner)
     reference: Reference = Field(default_factory=Reference)
     critic: Critic = Field(default_factory=Critic)
@@ -288,6 +319,9 @@ class RunConfig(Section):
                 "every update: leave them at 1.0 and 0 for training (evaluation.sampling may set them)"
             )
         names = [signal.name for signal in self.reward.signals]
+        for signal in self.cost.signals if self.cost is not None else ():
+            if signal.name in names:
+                raise ValueError(f"reward and cost both have a signal {signal.name}: give one another name")
         if self.evaluation.metric is not None and self.evaluation.metric not in names:
             raise ValueError(f"evaluation.metric is {self.evaluation.metric!r}; the signals are {', '.join(names)}")
         if self.in_flight_groups > self.broker.max_in_flight_groups:

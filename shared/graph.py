@@ -72,23 +72,20 @@ def learner_stage(others: Iterable[Stage], signals: Iterable[str] = ()) -> Stage
 
 def reward_stage(signals: Iterable[str]) -> Stage:
     """The reward stage of a run with these signals."""
-    provides = {"rewards", "reward_status", "reward_reasons", "reward_reasons_offsets"}
-    for signal in signals:
-        provides |= {f"signal/{signal}", f"signal_status/{signal}"}
-    return Stage(
-        "reward",
-        needs=frozenset({"text", "text_offsets", "tokens_offsets", "finish_reasons"}),
-        provides=frozenset(provides),
-    )
+    return _scoring("reward", signals)
 
 
 def cost_stage(signals: Iterable[str]) -> Stage:
     """The cost stage of a run with these signals."""
-    provides = {"costs", "cost_status", "cost_reasons", "cost_reasons_offsets"}
+    return _scoring("cost", signals)
+
+
+def _scoring(name: str, signals: Iterable[str]) -> Stage:
+    provides = {f"{name}s", f"{name}_status", f"{name}_reasons", f"{name}_reasons_offsets"}
     for signal in signals:
         provides |= {f"signal/{signal}", f"signal_status/{signal}"}
     return Stage(
-        "cost",
+        name,
         needs=frozenset({"text", "text_offsets", "tokens_offsets", "finish_reasons"}),
         provides=frozenset(provides),
     )

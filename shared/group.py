@@ -42,7 +42,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "values": ("f4", "[T] the critic's value before each token"),
     "cost_values": ("f4", "[T] the cost critic's"),
 }
-"""The columns of every run. Each reward signal adds `signal/<name>` (f4 [n]) and `signal_status/<name>` (u1 [n])."""
+"""The columns of every run; those of the cost only where it has that stage.
+
+Each signal adds `signal/<name>` (f4 [n]) and `signal_status/<name>` (u1 [n])."""
 
 
 class FinishReason(IntEnum):
@@ -54,7 +56,7 @@ class FinishReason(IntEnum):
 
 
 class RewardStatus(IntEnum):
-    """What a reward is: a value, an explicit abstention, or a failure. A failure is never a 0."""
+    """What a reward or a cost is: a value, an explicit abstention, or a failure. A failure is never a 0."""
 
     OK = 0
     ABSTAIN = 1

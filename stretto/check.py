@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +13,23 @@ from services.broker.prompts import first_prompts, total_steps
 from services.reward.signals import Function
 from services.rollout.vllm.arguments import check as check_vllm
 from shared.algorithms import load_algorithm
-from shared.config import RunConfig
+from shared.config import RunConfig, Signal
 from shared.cores import available_cores, plan_cores
 from shared.drift import warn_limit
 from shared.errors import ConfigError, StrettoError
 from shared.graph import Stage, check_graph
 from stretto.launcher import instances
 
+SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the checks found. parameters: of the model, None where it is not a folder here."""
+    """What the checks found.
+
+    parameters: of the model, None where it is not a folder here. reward_models: the same by the name of their signal.
+    """
 
     stages: list[Stage]
     rows: int
@@ -33,6 +38,7 @@ class Facts:
     parameters: int | None
     context: int | None
     first_prompt: str
+    reward_models: dict[str, int | None]
 
 
 def check_run(config: RunConfig) -> Facts:
@@ -54,9 +60,11 @@ def check_run(config: RunConfig) -> Facts:
         attempt(check_vllm, config.rollout)
     attempt(plan_cores, config.cores, instances(config), available_cores())
     prompt = first_prompts(train, 1)[0] if train is not None else None
-    for signal in config.reward.signals:
-        function = attempt(Function, signal)
-        if function is not None and prompt is not None:
+    sizes: dict[str, int | None] = {}
+    for signal in _signals(config):
+        if signal.model is not None:
+            sizes[signal.name] = attempt(_reward_model, signal)
+        elif (function := attempt(Function, signal)) is not None and prompt is not None:
             attempt(function.check, prompt)
     steps = total_steps(len(train), config.prompts_per_step, config.steps, config.epochs) if train is not None else 0
     if train is not None and steps == 0:
@@ -65,7 +73,7 @@ def check_run(config: RunConfig) -> Facts:
         raise ConfigError("\n  ".join(["the run cannot start:", *faults]) if len(faults) > 1 else faults[0])
     assert prompt is not None and train is not None
     parameters, context = model
-    return Facts(stages, len(train), len(heldout or ()), steps, parameters, context, prompt.text)
+    return Facts(stages, len(train), len(heldout or ()), steps, parameters, context, prompt.text, sizes)
 
 
 def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
@@ -93,6 +101,7 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     lines += [(f"stage {s.name}", f"needs {_names(s.needs)}; provides {_names(s.provides)}") for s in facts.stages]
     cores = plan_cores(config.cores, instances(config), available_cores())
     lines += [(f"cores of {name}", ", ".join(map(str, own))) for name, own in cores.items()]
+    lines += [(f"model of {s.name}", _model_memory(s, facts)) for s in _signals(config) if s.model is not None]
     return lines + _memory(config, facts)
 
 
@@ -103,11 +112,10 @@ def _names(columns: frozenset[str]) -> str:
 def _memory(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     if facts.parameters is None:
         return [("memory", f"unknown: {config.model} is not a folder on this host")]
-    size = {"float32": 4, "bfloat16": 2, "float16": 2}
-    snapshot = facts.parameters * size[config.rollout.dtype]
-    compute = 0 if config.rollout.dtype == config.learner.dtype else facts.parameters * size[config.learner.dtype]
+    snapshot = facts.parameters * SIZE_BYTES[config.rollout.dtype]
+    compute = 0 if config.rollout.dtype == config.learner.dtype else facts.parameters * SIZE_BYTES[config.learner.dtype]
     learner = facts.parameters * (4 + 4 + 8) + compute  # master, its gradient, and AdamW's two moments
-    gradient = facts.parameters * size[config.learner.dtype]
+    gradient = facts.parameters * SIZE_BYTES[config.learner.dtype]
     return [
         ("parameters", f"{facts.parameters / 1e6:.1f} M"),
         ("memory of snapshots", f"{config.weights.slots} × {_mib(snapshot)} in shared memory"),
@@ -135,6 +143,46 @@ def _stages(config: RunConfig) -> list[Stage]:
 
 def _data(config: RunConfig, source: str, split: str) -> Dataset:
     return read_dataset(source, split=split, prompt_field=config.data.prompt_field)
+
+
+def _signals(config: RunConfig) -> list[Signal]:
+    return [*config.reward.signals, *(config.cost.signals if config.cost is not None else ())]
+
+
+def _reward_model(signal: Signal) -> int | None:
+    """Parameters of a signal's model, None where it is not a folder here. Raises ConfigError."""
+    assert signal.model is not None
+    folder, title = Path(signal.model), f"reward signal {signal.name}"
+    if signal.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"{title}: its backend is vllm, which is not installed: pip install 'stretto[vllm]'")
+    if signal.dtype == "int8" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f"{title}: int8 needs torchao, which is not installed: pip install 'stretto[int8]'")
+    if not folder.is_dir():
+        if folder.is_absolute() or signal.model.startswith(".") or signal.model.count("/") > 1:
+            raise ConfigError(f"{title}: there is no model folder {folder}")
+        return None
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{title}: {folder} is not a Hugging Face model: it has no config.json")
+    settings = json.loads((folder / "config.json").read_text())
+    architectures = settings.get("architectures") or ["nothing"]
+    if not any("ForSequenceClassification" in name for name in architectures):
+        raise ConfigError(
+            f"{title}: {folder} is {', '.join(architectures)}, expected a model ForSequenceClassification"
+        )
+    labels = len(settings.get("id2label") or "ab")  # two where a config does not say
+    if signal.label >= labels:
+        raise ConfigError(f"{title}: label is {signal.label}, but {folder} has {labels} labels, from 0 on")
+    return sum(_tensor_sizes(file) for file in folder.glob("*.safetensors")) or None
+
+
+def _model_memory(signal: Signal, facts: Facts) -> str:
+    """Parameters and size of a reward model in its dtype, and in the others."""
+    parameters = facts.reward_models[signal.name]
+    if parameters is None:
+        return f"{signal.model}, of unknown size"
+    sizes = {dtype: _mib(parameters * size) for dtype, size in SIZE_BYTES.items()}
+    own = f"{parameters / 1e6:.1f} M parameters, {sizes.pop(signal.dtype)} as {signal.dtype}"
+    return f"{own} ({', '.join(f'{size} as {dtype}' for dtype, size in sizes.items())})"
 
 
 def _model(config: RunConfig) -> tuple[int | None, int | None]:

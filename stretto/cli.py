@@ -329,6 +329,10 @@ def _find_service(name: str) -> Any:
             from services.critic.service import serve as serve_critic
 
             return partial(serve_critic, service=name)
+        case "cost":
+            from services.reward.service import serve as serve_rewards
+
+            return partial(serve_rewards, service="cost")
         case "learner":
             from services.learner import service as found  # type: ignore[no-redef]
         case "broadcaster":

@@ -68,12 +68,18 @@ def show_group(console: Console, record: dict[str, Any]) -> None:
     console.print(Text(f"{record['group']}  {used}  row {record['row']}  {fields}", style="cyan"))
     console.print(Text(record["prompt"]))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for title in ("reward", *record["signals"], "versions", "end", "answer"):
+    has_costs = "costs" in record  # of runs that score them
+    for title in ("reward", *(["cost"] if has_costs else []), *record["signals"], "versions", "end", "answer"):
         table.add_column(title)
     for i, text in enumerate(record["texts"]):
-        status = record["reward_status"][i]
-        reward = f"{record['rewards'][i]:.3g}" if status == "ok" else f"{status}: {record['reasons'][i]}"
+        totals = [_total(record["rewards"][i], record["reward_status"][i], record["reasons"][i])]
+        if has_costs:
+            totals.append(_total(record["costs"][i], record["cost_status"][i], record["cost_reasons"][i]))
         signals = ["-" if values[i] is None else f"{values[i]:.3g}" for values in record["signals"].values()]
         versions = ", ".join(f"{v}×{n}" for v, n in record["versions"][i])
-        table.add_row(reward, *signals, versions, record["finish"][i], Text(repr(text)[1:-1]))
+        table.add_row(*totals, *signals, versions, record["finish"][i], Text(repr(text)[1:-1]))
     console.print(table)
+
+
+def _total(value: float, status: str, reason: str) -> str:
+    return f"{value:.3g}" if status == "ok" else f"{status}: {reason}"

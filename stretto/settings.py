@@ -25,7 +25,8 @@ def settings_page() -> str:
     for name, field in RunConfig.model_fields.items():
         section = _section_of(field)
         if section is not None and name != "algorithm":
-            parts += _section(f"`{name}`: {(section.__doc__ or '').splitlines()[0].rstrip('.').lower()}", name, section)
+            what = field.description or (section.__doc__ or "").splitlines()[0].rstrip(".").lower()
+            parts += _section(f"`{name}`: {what}", name, section)
     for preset, algorithm in PRESETS.items():
         rows = [_row(f"algorithm.{name}", field) for name, field in algorithm.model_fields.items()]
         parts += [f"\n## `algorithm: {preset}`\n", *_table(rows)]

@@ -93,13 +93,15 @@ class Evaluations:
     def _result(self, scheduled: int, round_: Round) -> dict[str, Any]:
         """Means over the valid samples of a round, and the policy versions that really answered."""
         groups = round_.done
-        signals = [signal.name for signal in self._config.reward.signals]
+        stages = (self._config.reward, self._config.cost)
+        signals = [signal.name for stage in stages if stage is not None for signal in stage.signals]
         means = {name: _mean(groups, f"signal/{name}", f"signal_status/{name}") for name in signals}
         versions = [int(v) for group in groups for v in group.columns["versions"][:, 0]]
         return {
             "version": scheduled,
             "accuracy": means[self._config.eval_metric],
             "reward": _mean(groups, "rewards", "reward_status"),
+            **({"cost": _mean(groups, "costs", "cost_status")} if self._config.cost is not None else {}),
             "signals": means,
             "prompts": len(self._prompts),
             "scored": sum(int((g.columns["reward_status"] == RewardStatus.OK).sum()) for g in groups),
@@ -109,6 +111,6 @@ class Evaluations:
 
 
 def _mean(groups: list[TrajectoryGroup], name: str, status: str) -> float | None:
-    values = [g.columns[name][g.columns[status] == RewardStatus.OK] for g in groups]
+    values = [g.columns[name][g.columns[status] == RewardStatus.OK] for g in groups if name in g.columns]
     everything = np.concatenate(values) if values else np.zeros(0)
     return float(everything.mean()) if len(everything) else None

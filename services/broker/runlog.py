@@ -64,6 +64,10 @@ class RunLog:
             "greedy": [i for i, sampled in enumerate(group.is_sampled()) if not sampled],
             "versions": [runs.tolist() for runs in group.samples("versions")],
         }
+        if "costs" in columns:
+            record["costs"] = columns["costs"].tolist()
+            record["cost_status"] = [RewardStatus(s).name.lower() for s in columns["cost_status"]]
+            record["cost_reasons"] = group.texts("cost_reasons")
         self.write("samples", record)
 
     def status(self, status: dict[str, Any]) -> None:

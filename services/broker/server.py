@@ -285,7 +285,7 @@ class Broker:
     def _check_progress(self, now: float) -> None:
         patience_s = self.config.broker.progress_s
         if now - self._progress_at > patience_s:
-            roles = ("rollout", "reward", "learner", "broadcaster")
+            roles = (*self.run_state.stages, "broadcaster")
             missing = [service for service in roles if not self._roster.of(service)]
             waits = f"no {' and no '.join(missing)} is there" if missing else f"bottleneck: {self._roster.bottleneck()}"
             self.run_state.stop("failed", f"no group and no step was finished in {patience_s:.0f} s; {waits}")

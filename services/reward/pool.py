@@ -30,7 +30,8 @@ class WorkerPool:
         """The score of one sample by one signal; its time starts when a worker takes it."""
         worker = await self._free.get()
         try:
-            return await worker.score(signal, arguments)
+            (score,) = await worker.score(signal, [arguments])
+            return score
         finally:
             self._free.put_nowait(worker)
 

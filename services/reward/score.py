@@ -1,4 +1,4 @@
-"""Scores a group: all signals of all samples, tried again where they fail, and combined into the reward columns."""
+"""Scores a group: all signals of all samples, tried again where they fail, combined into the columns of the stage."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from services.reward.batches import Batches
 from services.reward.pool import WorkerPool
-from services.reward.signals import Function, Score, arguments_of, finite, invalid, no_answer, raised, read_answer
+from services.reward.signals import (
+    Function,
+    Score,
+    Stage,
+    arguments_of,
+    finite,
+    invalid,
+    no_answer,
+    ok,
+    raised,
+    read_answer,
+)
 from shared.config import Reward
 from shared.errors import StrettoError
 from shared.group import Columns, RewardStatus, TrajectoryGroup, ragged_text
@@ -19,33 +31,38 @@ ASYNC_AT_ONCE = 64
 
 
 class Scorer:
-    """The reward of a run: its signals, weighted."""
+    """The reward (or the cost) of a run: its signals, clipped and weighted."""
 
-    def __init__(self, reward: Reward) -> None:
+    def __init__(self, settings: Reward, stage: Stage = "reward") -> None:
         """Loads the functions. Raises PluginError or ConfigError where one cannot be."""
-        self._reward = reward
-        self._functions = {signal.name: Function(signal) for signal in reward.signals}
-        self._weights = {signal.name: signal.weight for signal in reward.signals}
+        self._settings = settings
+        self._stage = stage
+        self._functions = {s.name: Function(s) for s in settings.signals if s.function is not None}
+        self._models = {s.name: Batches(s, settings.timeout_s) for s in settings.signals if s.model is not None}
+        self._weights = {s.name: s.weight for s in settings.signals}
+        self._clips = {s.name: s.clip for s in settings.signals if s.clip is not None}
         self._pool: WorkerPool | None = None
         self._async_room = asyncio.Semaphore(ASYNC_AT_ONCE)
 
     async def start(self) -> None:
-        """Start the workers and make what is called. Raises StrettoError where that fails."""
+        """Start the workers, load the models and make what is called. Raises StrettoError where that fails."""
         blocking = [f.signal for f in self._functions.values() if not f.is_async]
         for function in self._functions.values():
             if function.is_async:
                 function.prepare()
         if blocking:
-            self._pool = WorkerPool(blocking, self._reward.workers, self._reward.timeout_s)
+            self._pool = WorkerPool(blocking, self._settings.workers, self._settings.timeout_s)
             await self._pool.start()
+        for model in self._models.values():  # one after the other, as loading takes the most memory
+            await model.start()
 
     async def score(self, group: TrajectoryGroup) -> Columns:
-        """The columns of the reward stage.
+        """The columns of the stage.
 
         Raises StrettoError where no sample of the group has a valid reward, with the commonest reason.
         """
         arguments = arguments_of(group)
-        names = list(self._functions)
+        names = list(self._weights)
         scores = await asyncio.gather(*(self._try(name, given) for given in arguments for name in names))
         by_sample = [
             dict(zip(names, scores[i : i + len(names)], strict=True)) for i in range(0, len(scores), len(names))
@@ -53,11 +70,11 @@ class Scorer:
         rewards = [combine(sample, self._weights) for sample in by_sample]
         if all(reward.status is not RewardStatus.OK for reward in rewards):
             reason, count = Counter(reward.reason for reward in rewards).most_common(1)[0]
-            raise StrettoError(f"no sample has a valid reward; {count} of {len(rewards)}: {reason}")
+            raise StrettoError(f"no sample has a valid {self._stage}; {count} of {len(rewards)}: {reason}")
         columns: Columns = {
-            "rewards": np.array([r.value if r.status is RewardStatus.OK else 0.0 for r in rewards], dtype="f4"),
-            "reward_status": np.array([r.status for r in rewards], dtype="u1"),
-            **ragged_text("reward_reasons", [r.reason for r in rewards]),
+            f"{self._stage}s": np.array([r.value if r.status is RewardStatus.OK else 0.0 for r in rewards], dtype="f4"),
+            f"{self._stage}_status": np.array([r.status for r in rewards], dtype="u1"),
+            **ragged_text(f"{self._stage}_reasons", [r.reason for r in rewards]),
         }
         for name in names:
             columns[f"signal/{name}"] = np.array([s[name].value for s in by_sample], dtype="f4")
@@ -65,31 +82,38 @@ class Scorer:
         return columns
 
     async def close(self) -> None:
-        """End the workers."""
+        """End the workers and the models."""
         if self._pool is not None:
             await self._pool.close()
+        for model in self._models.values():
+            await model.close()
 
     async def _try(self, name: str, arguments: dict[str, Any]) -> Score:
-        """One signal of one sample, scored again while it is invalid."""
+        """One signal of one sample, scored again while it is invalid, and clipped."""
         score = invalid("not scored")
-        for _ in range(self._reward.attempts):
+        for _ in range(self._settings.attempts):
             score = await self._call(name, arguments)
             if score.status is not RewardStatus.INVALID:
                 break
+        if score.status is RewardStatus.OK and name in self._clips:
+            low, high = self._clips[name]
+            return ok(min(max(score.value, low), high))
         return score
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Score:
+        if name in self._models:
+            return await self._models[name].score(arguments)
         function = self._functions[name]
         if not function.is_async:
             assert self._pool is not None
             return await self._pool.score(name, arguments)
-        deadline = asyncio.timeout(self._reward.timeout_s)
+        deadline = asyncio.timeout(self._settings.timeout_s)
         try:
             async with self._async_room, deadline:
                 return read_answer(await function.call(arguments), name)
         except Exception as error:
             if deadline.expired():
-                return no_answer(name, self._reward.timeout_s)
+                return no_answer(name, self._settings.timeout_s)
             return raised(name, error)
 
 

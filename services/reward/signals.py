@@ -7,7 +7,7 @@ import math
 import numbers
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from shared.plugins import load_plugin
 
 PROVIDED = ("prompt", "messages", "completion", "finish_reason", "n_tokens")
 """Arguments that any reward function may take, beside the fields of the row and its own args."""
+
+Stage = Literal["reward", "cost"]
+"""The stages that signals score for."""
 
 LARGEST = float(np.finfo("f4").max)
 LONGEST_REASON = 500  # characters
@@ -63,9 +66,10 @@ class Function:
 
     def __init__(self, signal: Signal) -> None:
         """Raises PluginError or ConfigError where the function cannot be loaded or does not take its args."""
+        assert signal.function is not None
         self.signal = signal
         self._title = f"reward signal {signal.name}: {signal.function}"
-        self._function = _load(signal)
+        self._function = _load(signal.name, signal.function)
         self._is_class = inspect.isclass(self._function)
         # Nothing is made of a class yet: it may take long, and a check needs only the arguments.
         call = partial(self._function.__call__, None) if self._is_class else self._function
@@ -152,17 +156,17 @@ def arguments_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
     ]
 
 
-def _load(signal: Signal) -> Any:
+def _load(name: str, reference: str) -> Any:
     """The function, the class or the callable object that a signal names."""
-    if ":" not in signal.function:
-        if signal.function not in builtin.BUILTINS:
+    if ":" not in reference:
+        if reference not in builtin.BUILTINS:
             raise ConfigError(
-                f"reward signal {signal.name}: {signal.function!r} is not built in ({', '.join(builtin.BUILTINS)}); "
+                f"reward signal {name}: {reference!r} is not built in ({', '.join(builtin.BUILTINS)}); "
                 "own functions are package.module:function or path/to/file.py:function"
             )
-        return builtin.BUILTINS[signal.function]
-    found = load_plugin(signal.function)
+        return builtin.BUILTINS[reference]
+    found = load_plugin(reference)
     if not any("__call__" in vars(base) for base in inspect.getmro(found if inspect.isclass(found) else type(found))):
         what = "a class without __call__" if inspect.isclass(found) else f"a {type(found).__name__}"
-        raise ConfigError(f"reward signal {signal.name}: {signal.function} is {what}, not a function")
+        raise ConfigError(f"reward signal {name}: {reference} is {what}, not a function")
     return found

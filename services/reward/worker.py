@@ -1,4 +1,4 @@
-"""A process that runs synchronous reward functions, one call at a time. The pool owns it and gives it the calls."""
+"""A process that scores samples, one call at a time: by synchronous functions (pool.py) or by a model (batches.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal as signals
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -26,28 +27,30 @@ _spawn = multiprocessing.get_context("spawn")
 class Worker:
     """One process and the pipe to it. After a call that hangs or ends the process, the next call starts another.
 
-    Only names and plain values go through the pipe; the process loads the functions by reference.
+    Only names and plain values go through the pipe; the process loads functions and models by reference. timeout_s: for
+    each sample of a call. start_s: for loading.
     """
 
-    def __init__(self, functions: list[Signal], timeout_s: float) -> None:
-        self._functions = functions
+    def __init__(self, signals: list[Signal], timeout_s: float, start_s: float = START_DEADLINE_S) -> None:
+        self._signals = signals
         self._timeout_s = timeout_s
+        self._start_s = start_s
         self._process: SpawnProcess | None = None
         self._pipe: Connection
 
     async def ready(self) -> str | None:
-        """Have a process that has loaded the functions. Returns why there is none, where that fails."""
+        """Have a process that has loaded the signals. Returns why there is none, where that fails."""
         if self._process is not None and self._process.is_alive():
             return None
         self._kill()
         self._start()
         fault: str | None
         try:
-            fault = await self._receive(START_DEADLINE_S)
+            fault = await self._receive(self._start_s)
         except TimeoutError:
-            fault = f"a reward worker did not load its functions in {START_DEADLINE_S:.0f} s"
+            fault = f"a reward worker did not load {self._names} in {self._start_s:.0f} s"
         except (EOFError, OSError):
-            fault = "a reward worker ended while it loaded its functions"
+            fault = f"a reward worker ended while it loaded {self._names}"
         except asyncio.CancelledError:
             self._kill()
             raise
@@ -55,22 +58,23 @@ class Worker:
             self._kill()
         return fault
 
-    async def score(self, signal: str, arguments: dict[str, Any]) -> Score:
-        """The score of one sample. A function that raises, hangs or ends the process makes it invalid."""
+    async def score(self, signal: str, samples: list[dict[str, Any]]) -> list[Score]:
+        """The score of each sample. What raises makes its sample invalid; what hangs or ends the process, all."""
         if fault := await self.ready():
-            return invalid(fault)
+            return [invalid(fault)] * len(samples)
+        timeout_s = self._timeout_s * len(samples)
         try:
-            self._pipe.send((signal, arguments))
-            score: Score = await self._receive(self._timeout_s)
+            self._pipe.send((signal, samples))
+            scores: list[Score] = await self._receive(timeout_s)
         except TimeoutError:
             self._kill()
-            return no_answer(signal, self._timeout_s)
+            return [no_answer(signal, timeout_s)] * len(samples)
         except (EOFError, OSError):
-            return invalid(f"{signal} ended its process (exit code {await self.end()})")
+            return [invalid(f"{signal} ended its process (exit code {await self.end()})")] * len(samples)
         except asyncio.CancelledError:
             self._kill()
             raise
-        return score
+        return scores
 
     async def end(self) -> int | None:
         """End the process, whatever it is doing. Returns its exit code."""
@@ -80,9 +84,13 @@ class Worker:
         await asyncio.to_thread(process.join, END_DEADLINE_S)
         return process.exitcode
 
+    @property
+    def _names(self) -> str:
+        return ", ".join(signal.name for signal in self._signals)
+
     def _start(self) -> None:
         self._pipe, theirs = _spawn.Pipe()
-        self._process = _spawn.Process(target=_serve, args=(theirs, self._functions, os.getpid()), name="reward worker")
+        self._process = _spawn.Process(target=_serve, args=(theirs, self._signals, os.getpid()), name="reward worker")
         self._process.start()
         theirs.close()
 
@@ -110,23 +118,31 @@ class Worker:
 
 
 def _serve(pipe: Connection, signals: list[Signal], parent: int) -> None:
-    """The process: load the functions, tell how that went, then answer calls until the service closes the pipe."""
+    """The process: load the signals, tell how that went, then answer calls until the service closes the pipe."""
     # A group of its own: a terminal's Ctrl-C is for the service alone, and what a function starts ends with it.
     os.setsid()
     die_with(parent)
-    functions: dict[str, Function] = {}
     try:
-        for signal in signals:
-            functions[signal.name] = Function(signal)
-            functions[signal.name].prepare()
+        loaded = {signal.name: _load(signal) for signal in signals}
     except StrettoError as error:
         pipe.send(str(error))
         return
     pipe.send(None)
     with suppress(EOFError):
         while True:
-            name, arguments = pipe.recv()
-            pipe.send(_call(functions[name], arguments))
+            name, samples = pipe.recv()
+            pipe.send(loaded[name](samples))
+
+
+def _load(signal: Signal) -> Callable[[list[dict[str, Any]]], list[Score]]:
+    """What scores samples by a signal. Raises StrettoError where it cannot be loaded."""
+    if signal.model is not None:
+        from services.reward.model import RewardModel
+
+        return RewardModel(signal).score
+    function = Function(signal)
+    function.prepare()
+    return lambda samples: [_call(function, arguments) for arguments in samples]
 
 
 def _call(function: Function, arguments: dict[str, Any]) -> Score:

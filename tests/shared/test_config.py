@@ -51,7 +51,7 @@ def test_an_unknown_key_unlike_any_is_refused_with_those_allowed_there() -> None
 
 
 def test_a_wrong_item_of_a_list_is_the_only_fault_named() -> None:
-    assert faults_of(reward={"signals": [{"name": "exact"}]}) == ["reward.signals.0.function: Field required"]
+    assert faults_of(reward={"signals": [{"function": "length"}]}) == ["reward.signals.0.name: Field required"]
 
 
 def test_an_empty_list_of_signals_is_a_fault() -> None:
@@ -80,6 +80,31 @@ def test_the_path_of_a_fault_holds_keys_and_nothing_else() -> None:
             {"reward": {"signals": [{"name": "a", "function": "length"}, {"name": "a", "function": "length"}]}},
             "two signals have one name",
         ),
+        ({"reward": {"signals": [{"name": "a"}]}}, "the signal a needs a function or a model, and has neither"),
+        (
+            {"reward": {"signals": [{"name": "a", "function": "length", "model": "m"}]}},
+            "the signal a needs a function or a model, and has both",
+        ),
+        (
+            {"reward": {"signals": [{"name": "a", "function": "length", "dtype": "int8"}]}},
+            "the signal a has a function, for which dtype means nothing",
+        ),
+        (
+            {"reward": {"signals": [{"name": "a", "model": "m", "args": {"x": 1}}]}},
+            "the signal a has a model, for which args means nothing",
+        ),
+        (
+            {"reward": {"signals": [{"name": "a", "model": "m", "dtype": "int8", "backend": "vllm"}]}},
+            "only hf makes weights int8",
+        ),
+        (
+            {"reward": {"signals": [{"name": "a", "function": "length", "clip": [1, 1]}]}},
+            "clip is [low, high], but 1 is not below 1",
+        ),
+        (
+            {"cost": {"signals": [{"name": "exact", "function": "length"}]}},
+            "reward and cost both have a signal exact",
+        ),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -103,7 +128,10 @@ def test_sizes_of_a_step_follow_from_prompts_and_samples() -> None:
 
 
 def test_the_dumped_config_gives_the_same_config_again() -> None:
-    config = parse_config(tree(cores={"learner": [0, 1]}, sampling={"stop": ["\n"]}))
+    signals = [{"name": "exact", "function": "length", "clip": [0, 1]}, {"name": "judge", "model": "m", "label": 1}]
+    cost = {"signals": [{"name": "safety", "model": "m", "dtype": "int8"}]}
+    changes = {"reward": {"signals": signals}, "cost": cost, "cores": {"learner": [0, 1]}}
+    config = parse_config(tree(**changes, sampling={"stop": ["\n"]}))
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 
 

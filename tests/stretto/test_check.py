@@ -113,3 +113,62 @@ def test_a_run_with_vllm_needs_vllm_and_leaves_it_what_the_run_decides(
     tree["rollout"]["vllm"]["args"] = {"swap_space": 1}
     config = parse_config(tree)
     assert "2 × 2 MiB of weights" in dict(derived(config, check_run(config)))["memory of a rollout"]
+
+
+@pytest.fixture
+def reward_model(tmp_path: Path) -> Path:
+    """A sequence classifier of two labels and a million parameters: a header without weights."""
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    settings = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "bad", "1": "good"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 1000]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+def test_a_reward_model_is_told_with_its_size_in_each_dtype(tree: dict[str, Any], reward_model: Path) -> None:
+    tree["reward"]["signals"] += [
+        {"name": "judge", "model": str(reward_model), "dtype": "bfloat16", "label": 1},
+        {"name": "far", "model": "somebody/judge"},
+    ]
+    config = parse_config(tree)
+    values = dict(derived(config, check_run(config)))
+    assert values["model of judge"] == (
+        "1.0 M parameters, 2 MiB as bfloat16 (4 MiB as float32, 2 MiB as float16, 1 MiB as int8)"
+    )
+    assert values["model of far"] == "somebody/judge, of unknown size"
+
+
+def test_a_reward_model_that_is_none_is_refused(tree: dict[str, Any], reward_model: Path, tmp_path: Path) -> None:
+    tree["reward"]["signals"] += [
+        {"name": "away", "model": str(tmp_path / "away")},
+        {"name": "data", "model": str(tmp_path)},
+        {"name": "policy", "model": tree["model"]},
+        {"name": "label", "model": str(reward_model), "label": 2},
+    ]
+    with pytest.raises(ConfigError) as raised:
+        check_run(parse_config(tree))
+    for fault in (
+        f"reward signal away: there is no model folder {tmp_path}/away",
+        f"reward signal data: {tmp_path} is not a Hugging Face model",
+        f"reward signal policy: {tree['model']} is nothing, expected a model ForSequenceClassification",
+        f"reward signal label: label is 2, but {reward_model} has 2 labels, from 0 on",
+    ):
+        assert fault in str(raised.value)
+
+
+def test_what_a_reward_model_needs_and_is_not_installed_is_told(
+    tree: dict[str, Any], reward_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for settings, extra in (({"backend": "vllm"}, "vllm"), ({"dtype": "int8"}, "int8")):
+        signals = [{"name": "judge", "model": str(reward_model), **settings}]
+        with pytest.raises(ConfigError, match=rf"pip install 'stretto\[{extra}\]'"):
+            check_run(parse_config(tree | {"reward": {"signals": signals}}))
+
+
+def test_costs_that_the_algorithm_has_no_use_for_are_refused(tree: dict[str, Any]) -> None:
+    tree["cost"] = {"signals": [{"name": "harm", "function": "length", "args": {"limit": 9}}]}
+    with pytest.raises(ConfigError, match="GRPO has no use for `cost`"):
+        check_run(parse_config(tree))

@@ -27,12 +27,15 @@ def make_columns(stage: str, version: int = 0, samples: int = 2) -> Columns:
             "versions_offsets": np.arange(samples + 1, dtype="i8"),
             "finish_reasons": np.zeros(samples, dtype="u1"),
         }
+    if stage == "reference":
+        return {"ref_logprobs": np.zeros(2 * samples, dtype="f4")}
+    signal = {"reward": "exact", "cost": "harm"}[stage]
     return {
-        "rewards": np.ones(samples, dtype="f4"),
-        "reward_status": np.zeros(samples, dtype="u1"),
-        **ragged_text("reward_reasons", [""] * samples),
-        "signal/exact": np.ones(samples, dtype="f4"),
-        "signal_status/exact": np.zeros(samples, dtype="u1"),
+        f"{stage}s": np.ones(samples, dtype="f4"),
+        f"{stage}_status": np.zeros(samples, dtype="u1"),
+        **ragged_text(f"{stage}_reasons", [""] * samples),
+        f"signal/{signal}": np.ones(samples, dtype="f4"),
+        f"signal_status/{signal}": np.zeros(samples, dtype="u1"),
     }
 
 

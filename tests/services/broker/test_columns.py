@@ -18,6 +18,7 @@ def test_what_the_stages_make_is_accepted(columns_of):
     rollout = columns_of("rollout", 3)
     check_columns(group(min_version=3), rollout)
     check_columns(group(rollout), columns_of("reward"))
+    check_columns(group(rollout | columns_of("reward")), columns_of("cost"))
 
 
 def test_samples_without_tokens_are_accepted(columns_of):
@@ -68,4 +69,20 @@ def test_a_rollout_column_that_does_not_fit_is_refused(columns_of, name, array):
 def test_a_reward_column_that_does_not_fit_is_refused(columns_of, name, array):
     with pytest.raises(ProtocolError) as refusal:
         check_columns(group(columns_of("rollout")), columns_of("reward") | {name: array})
+    assert refusal.value.code == "bad_column"
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("costs", np.ones(2, dtype="f8")),
+        ("costs", np.ones(3, dtype="f4")),
+        ("cost_status", np.full(2, 9, dtype="u1")),
+        ("cost_status", np.zeros(1, dtype="u1")),
+        ("cost_reasons_offsets", np.array([0, 0], dtype="i8")),
+    ],
+)
+def test_a_cost_column_that_does_not_fit_is_refused(columns_of, name, array):
+    with pytest.raises(ProtocolError) as refusal:
+        check_columns(group(columns_of("rollout")), columns_of("cost") | {name: array})
     assert refusal.value.code == "bad_column"

@@ -12,7 +12,7 @@ from shared.group import Prompt, TrajectoryGroup
 PROMPTS = [Prompt(i, 0, f"{i}?") for i in range(2)]
 
 
-def evaluations(every=3, total_steps=7, prompts=PROMPTS):
+def evaluations(every=3, total_steps=7, prompts=PROMPTS, **changes):
     signals = [{"name": "exact", "function": "exact_match"}, {"name": "short", "function": "length"}]
     tree = {
         "model": "none",
@@ -23,7 +23,7 @@ def evaluations(every=3, total_steps=7, prompts=PROMPTS):
         "reward": {"signals": signals},
         "evaluation": {"every": every, "metric": "short"},
     }
-    return Evaluations(parse_config(tree), prompts, total_steps)
+    return Evaluations(parse_config(tree | changes), prompts, total_steps)
 
 
 def group(short, version=0, status=0):
@@ -122,3 +122,15 @@ def test_what_was_evaluated_is_not_due_again_after_a_restart_or_a_rewind():
     assert rounds.due(6) == []
     rounds.rewind(4)
     assert rounds.due(3) == [] and rounds.due(6) == PROMPTS
+
+
+def test_an_evaluation_tells_the_mean_cost_where_costs_are_scored():
+    rounds = evaluations(cost={"signals": [{"name": "harm", "function": "length"}]})
+    rounds.due(0)
+    groups = [group(0.0), group(0.0)]
+    for scored, cost in zip(groups, (1.0, 2.0), strict=True):
+        scored.columns |= {"costs": np.array([cost], dtype="f4"), "signal/harm": np.array([cost], dtype="f4")}
+        scored.columns |= dict.fromkeys(("cost_status", "signal_status/harm"), np.zeros(1, dtype="u1"))
+    rounds.add(groups[0], 0)
+    result = rounds.add(groups[1], 0)
+    assert (result["cost"], result["signals"]["harm"]) == (1.5, 1.5)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from services.reward.score import Scorer
+from services.reward.signals import Stage
 from shared.config import Reward, Signal
 from shared.group import FinishReason, Prompt, TrajectoryGroup, ragged, ragged_text
 
@@ -55,8 +56,8 @@ async def start_scorer() -> AsyncIterator[StartScorer]:
     """Starts scorers of some signals and ends them after the test."""
     async with AsyncExitStack() as stack:
 
-        async def start(*signals: Signal, **settings: Any) -> Scorer:
-            scorer = Scorer(Reward(signals=signals, **settings))
+        async def start(*signals: Signal, stage: Stage = "reward", **settings: Any) -> Scorer:
+            scorer = Scorer(Reward(signals=signals, **settings), stage)
             stack.push_async_callback(scorer.close)
             await scorer.start()
             return scorer

@@ -20,7 +20,7 @@ from services.reward.score import ASYNC_AT_ONCE, Scorer, combine
 from services.reward.signals import abstain, invalid, ok
 from shared.config import Signal
 from shared.errors import StrettoError
-from shared.graph import reward_stage
+from shared.graph import cost_stage, reward_stage
 from shared.group import Columns, RewardStatus, TrajectoryGroup, split_ragged
 
 MakeSignal = Callable[..., Signal]
@@ -75,6 +75,28 @@ async def test_a_group_gets_the_columns_of_the_reward_stage(
         "signal_status/exact": "u1",
         "signal_status/style": "u1",
     }
+
+
+async def test_a_group_gets_the_columns_of_the_cost_stage(
+    start_scorer: StartScorer, signal: MakeSignal, group: MakeGroup
+) -> None:
+    scorer = await start_scorer(signal("obey_later", name="harm", weight=2.0), stage="cost")
+    columns = await scorer.score(group("1", "nan"))
+    assert set(columns) == cost_stage(["harm"]).provides
+    assert columns["costs"].tolist() == [2.0, 0.0]
+    assert columns["cost_status"].tolist() == [OK, INVALID]
+    with pytest.raises(StrettoError, match="no sample has a valid cost"):
+        await scorer.score(group("nan"))
+
+
+async def test_a_signal_is_clipped_before_its_weight(
+    start_scorer: StartScorer, signal: MakeSignal, group: MakeGroup
+) -> None:
+    scorer = await start_scorer(signal("obey_later", weight=10.0, clip=(-1, 2)))
+    columns = await scorer.score(group("1.5", "7", "-7", "nan", "none"))
+    np.testing.assert_equal(columns["signal/s"], np.array([1.5, 2, -1, math.nan, math.nan], dtype="f4"))
+    assert columns["rewards"].tolist() == [15, 20, -10, 0, 0]
+    assert columns["reward_status"].tolist() == [OK, OK, OK, INVALID, INVALID]
 
 
 async def test_functions_that_hang_raise_or_end_their_process_harm_no_other_sample(
