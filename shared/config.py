@@ -159,6 +159,7 @@ class Reward(Section):
 class Training(Section):
     """How a model is trained."""
 
+    backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
     dtype: Dtype = Field("bfloat16", description="dtype of forward and backward; the master weights are float32")
     tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward and backward pass")
     lr: float = Field(1e-6, gt=0, description="learning rate at its highest")
@@ -193,6 +194,7 @@ class Reference(Section):
 
     replicas: Positive = Field(1, description="processes")
     model: str | None = Field(None, description="Hugging Face folder or name; default: the run's model")
+    backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
     dtype: Dtype = Field("bfloat16", description="dtype of its weights")
     tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward pass")
 
@@ -301,6 +303,9 @@ class RunConfig(Section):
         "auto",
         description="auto: rollouts on half of the cores, yielding to the learner; shared: any; or cores by service",
     )
+    gpus: dict[str, tuple[int, ...]] = Field(
+        default_factory=dict, description="GPUs by service, shared out among its processes; default: all that are there"
+    )
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -350,6 +355,10 @@ class RunConfig(Section):
     def eval_sampling(self) -> Sampling:
         """Sampling of evaluations."""
         return self.evaluation.sampling or self.sampling.model_copy(update={"temperature": 0.0})
+
+    def critic_settings(self, name: str) -> Critic:
+        """The settings of the critic of that name."""
+        return self.cost_critic or self.critic if name == "cost_critic" else self.critic
 
     @property
     def eval_metric(self) -> str:

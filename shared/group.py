@@ -143,6 +143,19 @@ def mean_reward(groups: Sequence[TrajectoryGroup]) -> float:
     return float(rewards.mean()) if len(rewards) else float("nan")
 
 
+def signal_means(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Mean of the values that each signal gave, greedy baselines left out, as `signal/<name>`."""
+    means = {}
+    for name in {name for group in groups for name in group.columns if name.startswith("signal/")}:
+        status = f"signal_status/{name.removeprefix('signal/')}"
+        there = [group for group in groups if name in group.columns]
+        chosen = [group.is_sampled() & (group.columns[status] == RewardStatus.OK) for group in there]
+        values = np.concatenate([group.columns[name][ok] for group, ok in zip(there, chosen, strict=True)])
+        if len(values):
+            means[name] = float(values.mean())
+    return means
+
+
 def offsets_name(column: str) -> str:
     """Name of the column with a ragged column's cumulative lengths.
 

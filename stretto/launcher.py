@@ -17,7 +17,7 @@ from protocol.channel import Client
 from protocol.messages import Drain, Ok, Status, StatusRequest
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig, dump_config
-from shared.cores import available_cores, niceness, plan_cores, process_environment
+from shared.cores import available_cores, niceness, plan_cores, plan_gpus, process_environment
 from shared.errors import ConfigError, ProtocolError, RunStopped, StrettoError, Unreachable
 from shared.snapshot import PREFIX, shared_folder
 from stretto.child import Child
@@ -59,6 +59,7 @@ class LocalRun:
         self._on_event = on_event
         self._program = program
         self._cores = plan_cores(config.cores, instances(config), available_cores())
+        self._gpus = plan_gpus(config.gpus, instances(config))
         self._children: dict[str, Child] = {}
         self._client: Client | None = None
         self._failure: StrettoError | None = None
@@ -156,7 +157,7 @@ class LocalRun:
         self._children[instance] = await Child.start(
             instance,
             [*self._program, "serve", service, *arguments],
-            environment=process_environment(service, self._cores[instance]),
+            environment=process_environment(service, self._cores[instance], self._gpus.get(instance)),
             cores=self._cores[instance],
             niceness=niceness(instance, self._cores),
             output=logs / f"{instance}.out",

@@ -28,7 +28,7 @@ from shared.config import RunConfig
 from shared.drift import DriftWarnings
 from shared.errors import DataError, ProtocolError, StrettoError
 from shared.graph import check_graph
-from shared.group import Columns, Lane, Prompt, TrajectoryGroup, mean_reward
+from shared.group import Columns, Lane, Prompt, TrajectoryGroup, mean_reward, signal_means
 from shared.log import log
 
 SHOWN_DEAD_LETTERS = 20
@@ -175,6 +175,7 @@ class Run:
             "reward/generated": mean_reward([*groups, *self._replaced]),
             "replaced/groups": float(len(self._replaced)),
         }
+        self._metrics |= signal_means(groups)
         self._replaced.clear()
         if warning := self._drift.of(commit.metrics, commit.version - 1):
             self.warnings.append(warning)

@@ -43,7 +43,7 @@ class CriticService:
     def __init__(self, member: Member) -> None:
         config = member.config
         self._member = member
-        self._settings = config.cost_critic or config.critic if member.service == "cost_critic" else config.critic
+        self._settings = config.critic_settings(member.service)
         keep = config.checkpoint.model_copy(update={"keep_last": config.checkpoint.keep_last + 1})
         # One more than the learner, which may fall between the two that are saved.
         self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints" / member.service, keep)
