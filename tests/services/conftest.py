@@ -66,3 +66,16 @@ def new_trainer(tiny_model):
         return Trainer(config, backend, algorithm or GRPO(), total_steps=10)
 
     return make
+
+
+def gradient_of_step(trainer: Trainer, groups: list[TrajectoryGroup]) -> torch.Tensor:
+    """The gradient of a step, before it is applied."""
+    found = {}
+
+    def keep() -> torch.Tensor:
+        found["gradient"] = torch.cat([p.grad.reshape(-1).clone() for p in trainer.backend.parameters.values()])
+        return torch.zeros(())
+
+    trainer.optimizer.step = keep
+    trainer.step(groups)
+    return found["gradient"]

@@ -11,7 +11,7 @@ from shared.algorithms import PRESETS
 from shared.algorithms.advantages import gae, grpo, on_last_token
 from shared.group import FinishReason, RewardStatus
 
-from ..conftest import make_config, make_group
+from ..conftest import gradient_of_step, make_config, make_group
 
 COST = {"signals": [{"name": "c", "function": "exact_match"}]}
 
@@ -169,16 +169,7 @@ def test_the_gradient_of_a_preset_is_the_same_however_a_step_is_split(preset, ti
     def gradient(budget: int) -> torch.Tensor:
         learner = {"dtype": "float32", "lr": 1e-3, "tokens_per_micro_batch": budget}
         cost = {"cost": COST} if preset == "safe_rlhf" else {}
-        trainer = new_trainer(algorithm, learner=learner, **cost)
-        found = {}
-
-        def keep() -> torch.Tensor:
-            found["gradient"] = torch.cat([p.grad.reshape(-1).clone() for p in trainer.backend.parameters.values()])
-            return torch.zeros(())
-
-        trainer.optimizer.step = keep
-        trainer.step(groups)
-        return found["gradient"]
+        return gradient_of_step(new_trainer(algorithm, learner=learner, **cost), groups)
 
     whole = gradient(10_000)
     assert whole.abs().max() > 0

@@ -16,20 +16,7 @@ from shared.algorithms.losses import AGGREGATIONS
 from shared.errors import DriftError, SelfCheckError, StrettoError
 from shared.group import RewardStatus
 
-from ..conftest import make_config, make_group
-
-
-def gradients(trainer, groups) -> torch.Tensor:
-    """The gradient of a step, before it is applied."""
-    found = {}
-
-    def keep() -> torch.Tensor:
-        found["gradient"] = torch.cat([p.grad.reshape(-1).clone() for p in trainer.backend.parameters.values()])
-        return torch.zeros(())
-
-    trainer.optimizer.step = keep
-    trainer.step(groups)
-    return found["gradient"]
+from ..conftest import gradient_of_step, make_config, make_group
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -37,9 +24,9 @@ def test_the_gradient_is_the_same_however_a_step_is_split(new_trainer, aggregati
     groups = [make_group(seed) for seed in range(3)]
     algorithm = GRPO(aggregation=aggregation)
     learner = {"dtype": "float32", "lr": 1e-3}
-    whole = gradients(new_trainer(algorithm, learner=learner | {"tokens_per_micro_batch": 10_000}), groups)
+    whole = gradient_of_step(new_trainer(algorithm, learner=learner | {"tokens_per_micro_batch": 10_000}), groups)
     for budget in (60, 25, 1):
-        split = gradients(new_trainer(algorithm, learner=learner | {"tokens_per_micro_batch": budget}), groups)
+        split = gradient_of_step(new_trainer(algorithm, learner=learner | {"tokens_per_micro_batch": budget}), groups)
         torch.testing.assert_close(split, whole, atol=1e-6 * float(whole.abs().max()) * 10, rtol=1e-4)
 
 
@@ -53,7 +40,7 @@ def test_a_group_of_equal_rewards_adds_nothing_but_counts_in_the_denominator():
 
 def test_leaving_out_a_group_of_equal_rewards_changes_no_gradient(new_trainer, monkeypatch):
     groups = [make_group(1), make_group(5, rewards=[0.3] * 4)]
-    left_out = gradients(new_trainer(), groups)
+    left_out = gradient_of_step(new_trainer(), groups)
 
     def keep_all(groups, *args):
         batch = step_batch(groups, *args)
@@ -64,7 +51,7 @@ def test_leaving_out_a_group_of_equal_rewards_changes_no_gradient(new_trainer, m
         return replace(batch, parts=[replace(part, groups=[*part.groups, kept])])
 
     monkeypatch.setattr(trainer_module, "step_batch", keep_all)
-    kept_in = gradients(new_trainer(), groups)
+    kept_in = gradient_of_step(new_trainer(), groups)
     torch.testing.assert_close(kept_in, left_out, atol=1e-6 * float(left_out.abs().max()), rtol=1e-5)
 
 
