@@ -183,7 +183,7 @@ def _model_memory(signal: Signal, facts: Facts) -> str:
     parameters = facts.reward_models[signal.name]
     if parameters is None:
         return f"{signal.model}, of unknown size"
-    sizes = {dtype: _mib(parameters * size) for dtype, size in SIZE_BYTES.items()}
+    sizes = {dtype: f"{parameters * size / 2**20:.3g} MiB" for dtype, size in SIZE_BYTES.items()}
     own = f"{parameters / 1e6:.1f} M parameters, {sizes.pop(signal.dtype)} as {signal.dtype}"
     return f"{own} ({', '.join(f'{size} as {dtype}' for dtype, size in sizes.items())})"
 
