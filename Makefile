@@ -29,7 +29,7 @@ $(VENV)/.cpu: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.cpu
 	@echo "== adding the development tools"
-	$(BIN)/python $(PIP_INSTALL) -e '.[cpu,dev]'
+	$(BIN)/python $(PIP_INSTALL) -e '.[cpu,int8,dev]'
 	@touch $@
 
 # torchvision, torchaudio and torchcodec come with vLLM, fit other torches than ours, and break transformers' imports.

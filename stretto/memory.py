@@ -38,7 +38,7 @@ def signal_memory(signal: Signal, parameters: int | None) -> str:
     """Parameters and size of a reward model in its dtype, and in the others."""
     if parameters is None:
         return f"{signal.model}, of unknown size"
-    sizes = {dtype: mib(parameters * size) for dtype, size in SIZE_BYTES.items()}
+    sizes = {dtype: f"{parameters * size / 2**20:.3g} MiB" for dtype, size in SIZE_BYTES.items()}
     own = f"{parameters / 1e6:.1f} M parameters, {sizes.pop(signal.dtype)} as {signal.dtype}"
     return f"{own} ({', '.join(f'{size} as {dtype}' for dtype, size in sizes.items())})"
 

@@ -5,6 +5,7 @@ Letters: B samples of a batch, L labels of the model, T tokens of the longest sa
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class TorchClassifier:
             )
         if signal.dtype == "int8":
             to_int8(model)
+        ctypes.CDLL(None).malloc_trim(0)  # glibc would keep the memory of the tensors that others took the place of
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         self._pad: int | None = self._model.config.pad_token_id
 
@@ -67,3 +69,6 @@ def to_int8(model: Any) -> None:
     quantize_(
         model.base_model, config, filter_fn=lambda layer, _: isinstance(layer, torch.nn.Linear | torch.nn.Embedding)
     )
+    for parameter in model.parameters():
+        if type(parameter.data) is torch.Tensor:  # it lies in the mapped file, all of which would stay in memory
+            parameter.data = parameter.data.clone()

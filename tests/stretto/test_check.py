@@ -135,7 +135,7 @@ def test_a_reward_model_is_told_with_its_size_in_each_dtype(tree: dict[str, Any]
     config = parse_config(tree)
     values = dict(derived(config, check_run(config)))
     assert values["model of judge"] == (
-        "1.0 M parameters, 2 MiB as bfloat16 (4 MiB as float32, 2 MiB as float16, 1 MiB as int8)"
+        "1.0 M parameters, 1.91 MiB as bfloat16 (3.81 MiB as float32, 1.91 MiB as float16, 0.954 MiB as int8)"
     )
     assert values["model of far"] == "somebody/judge, of unknown size"
 

@@ -141,6 +141,8 @@ def test_a_prompt_of_plain_text_is_a_message_of_the_user_where_there_is_a_templa
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.005), ("int8", 0.05)])
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_other_dtypes_are_close(request: pytest.FixtureRequest, kind: str, dtype: Any, tolerance: float) -> None:
+    if dtype == "int8":
+        pytest.importorskip("torchao", reason="torchao is not installed: pip install 'stretto[int8]'")
     folder = request.getfixturevalue(kind)
     expected = np.array(forward(folder, COMPLETIONS[:4]))
     found = np.array(values(RewardModel(signal(folder, dtype=dtype)).score(samples(COMPLETIONS[:4]))))
@@ -149,6 +151,7 @@ def test_other_dtypes_are_close(request: pytest.FixtureRequest, kind: str, dtype
 
 
 def test_int8_is_smaller_and_leaves_the_head_as_it_is(llama: Path) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'stretto[int8]'")
     model = AutoModelForSequenceClassification.from_pretrained(llama, dtype="float32")
     before, head = stored_bytes(model), model.score.weight.clone()
     to_int8(model)
