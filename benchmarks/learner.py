@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.learner.hf import HFBackend
+from services.compute.hf import HFBackend
 from services.learner.trainer import Trainer
-from shared.algorithms import GRPO
+from shared.algorithms.grpo import GRPO
 from shared.config import parse_config
 from shared.group import Prompt, TrajectoryGroup, ragged
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine import config_of
-from services.learner.hf import HFBackend
+from services.compute.hf import HFBackend
 from services.rollout.engine import Slot, Weights
 from services.rollout.service import load_engine
 from shared.config import Learner

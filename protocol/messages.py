@@ -17,7 +17,7 @@ PROTOCOL_VERSION = 1
 Name = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=65_536)]
 Transport = Literal["shm", "gloo", "nccl", "stream"]
-Service = Literal["rollout", "reward", "cost", "reference", "critic", "learner", "broadcaster", "client"]
+Service = Literal["rollout", "reward", "cost", "reference", "critic", "cost_critic", "learner", "broadcaster", "client"]
 
 
 class Body(BaseModel):
@@ -355,6 +355,40 @@ class Bucket(Body):
 
     type = "bucket"
     is_delta: bool
+
+
+class Learn(Body):
+    """The learner makes `version` of these groups; a critic learns their returns. Answered by Learned.
+
+    Columns of each group: `prompt_tokens`, `tokens`, `tokens_offsets`, `loss_mask`, `values` (f4 [T], from before) and
+    `returns` (f4 [T]). Refused with `other_version` where the critic is not at the version before.
+    """
+
+    type = "learn"
+    version: int
+    groups: int = Field(ge=0)
+
+
+class Learned(Body):
+    """The metrics of a critic's update."""
+
+    type = "learned"
+    metrics: dict[str, float]
+
+
+class Store(Body):
+    """A critic shall save its state, which belongs to `version`; the learner saves next. Answered by Ok."""
+
+    type = "store"
+    lineage: int
+    version: int
+
+
+class GoBack(Body):
+    """A critic shall go on from what it saved for `version`; 0: from the beginning. Answered by Ok."""
+
+    type = "go_back"
+    version: int = Field(ge=0)
 
 
 class Event(Body):

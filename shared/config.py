@@ -156,9 +156,10 @@ class Reward(Section):
         return signals
 
 
-class Learner(Section):
-    """The service that trains."""
+class Training(Section):
+    """How a model is trained."""
 
+    backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
     dtype: Dtype = Field("bfloat16", description="dtype of forward and backward; the master weights are float32")
     tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward and backward pass")
     lr: float = Field(1e-6, gt=0, description="learning rate at its highest")
@@ -169,6 +170,12 @@ class Learner(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW")
     clip_norm: float | None = Field(1.0, gt=0, description="gradient norm to clip to; null: none")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    updates: Positive = Field(1, description="optimizer steps that a version is made of, each of a part of its groups")
+
+
+class Learner(Training):
+    """The service that trains the policy."""
+
     drift_warn: float | None = Field(
         None,
         gt=0,
@@ -180,6 +187,26 @@ class Learner(Section):
         gt=0,
         description="the same, before the run ends; default: it never does",
     )
+
+
+class Reference(Section):
+    """The service with the frozen policy that the KL is measured to; started where an algorithm measures it."""
+
+    replicas: Positive = Field(1, description="processes")
+    model: str | None = Field(None, description="Hugging Face folder or name; default: the run's model")
+    backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
+    dtype: Dtype = Field("bfloat16", description="dtype of its weights")
+    tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward pass")
+
+
+class Critic(Training):
+    """The service that values states and learns to; started where an algorithm has a critic."""
+
+    model: str | None = Field(
+        None, description="Hugging Face folder or name of its backbone, or of a reward model; default: the run's model"
+    )
+    lr: float = Field(1e-5, gt=0, description="learning rate at its highest")
+    clip_value: float | None = Field(0.2, gt=0, description="how far from the old value a new one counts; null: any")
 
 
 class Evaluation(Section):
@@ -253,8 +280,11 @@ class RunConfig(Section):
     epochs: int | None = Field(None, gt=0, description="passes over the training prompts")
     max_staleness: int = Field(1, ge=0, description="versions that training data may lag; 0 is synchronous")
     on_stale: Literal["train", "drop", "wait"] = Field("train", description="what to do with a group that is staler")
-    replace_equal: float = Field(
-        0.0, ge=0, description="groups of equal rewards replaced by others: at most so many prompts_per_step an update"
+    replace_equal: float | None = Field(
+        None,
+        ge=0,
+        description="groups of equal rewards replaced by others: at most so many prompts_per_step an update; default: "
+        "4 for dapo, 0 for others",
     )
     data: Data
     sampling: Sampling = Field(default_factory=Sampling)
@@ -262,6 +292,9 @@ class RunConfig(Section):
     reward: Reward
     cost: Reward | None = Field(None, description="the service that scores costs, for safe_rlhf")
     learner: Learner = Field(default_factory=Learner)
+    reference: Reference = Field(default_factory=Reference)
+    critic: Critic = Field(default_factory=Critic)
+    cost_critic: Critic | None = Field(None, description="default: as critic")
     evaluation: Evaluation = Field(default_factory=Evaluation)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     weights: Weights = Field(default_factory=Weights)
@@ -269,6 +302,9 @@ class RunConfig(Section):
     cores: Literal["auto", "shared"] | dict[str, tuple[int, ...]] = Field(
         "auto",
         description="auto: rollouts on half of the cores, yielding to the learner; shared: any; or cores by service",
+    )
+    gpus: dict[str, tuple[int, ...]] = Field(
+        default_factory=dict, description="GPUs by service, shared out among its processes; default: all that are there"
     )
 
     @field_validator("algorithm", mode="before")
@@ -319,6 +355,10 @@ class RunConfig(Section):
     def eval_sampling(self) -> Sampling:
         """Sampling of evaluations."""
         return self.evaluation.sampling or self.sampling.model_copy(update={"temperature": 0.0})
+
+    def critic_settings(self, name: str) -> Critic:
+        """The settings of the critic of that name."""
+        return self.cost_critic or self.critic if name == "cost_critic" else self.critic
 
     @property
     def eval_metric(self) -> str:

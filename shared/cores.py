@@ -1,4 +1,4 @@
-"""Which processor cores each service gets, who yields to whom there, and the environment that keeps its threads there.
+"""Which cores and GPUs each service gets, who yields to whom there, and the environment that keeps its threads there.
 
 Two OpenMP threads of one service beside a second busy service were seen to make a learner's step seven times slower,
 because threads spin while they wait: so cores are given out, and waiting threads sleep.
@@ -10,7 +10,7 @@ import os
 
 from shared.errors import ConfigError
 
-BUSY = ("learner", "rollout")
+BUSY = ("learner", "rollout", "reference", "critic", "cost_critic")
 YIELDING = 10
 """Niceness of a rollout on cores of the learner: where both have work, the learner gets nine tenths of the core."""
 
@@ -40,16 +40,33 @@ def plan_cores(
     return plan | _share_out(cores[: len(cores) // 2], [name for name in instances if _service(name) == "rollout"])
 
 
+def plan_gpus(setting: dict[str, tuple[int, ...]], instances: list[str]) -> dict[str, tuple[int, ...]]:
+    """The GPUs of the instances that a map by service or instance names; the others may use all.
+
+    Raises ConfigError for a service that is not there or is given none.
+    """
+    plan: dict[str, tuple[int, ...]] = {}
+    for name, wanted in setting.items():
+        if not wanted:
+            raise ConfigError(f"gpus.{name} names no GPU")
+        plan |= _share_out(list(wanted), _members("gpus", name, instances))
+    return plan
+
+
 def niceness(instance: str, plan: dict[str, tuple[int, ...]]) -> int:
     """0, or how far an instance steps back (see nice(2)): rollouts do where they share cores with the learner."""
     shares = any(set(plan[instance]) & set(cores) for name, cores in plan.items() if _service(name) == "learner")
     return YIELDING if _service(instance) == "rollout" and shares else 0
 
 
-def process_environment(service: str, cores: tuple[int, ...]) -> dict[str, str]:
-    """Environment variables for a process on these cores: as many threads, which sleep while they wait."""
+def process_environment(service: str, cores: tuple[int, ...], gpus: tuple[int, ...] | None = None) -> dict[str, str]:
+    """Environment variables for a process on these cores: as many threads, which sleep while they wait.
+
+    gpus: those that it may use; None: any.
+    """
     threads = str(len(cores) if service in BUSY else 1)
-    return {
+    visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    return visible | {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
@@ -70,11 +87,16 @@ def _as_told(setting: dict[str, tuple[int, ...]], instances: list[str], cores: l
         missing = sorted(set(wanted) - set(cores))
         if missing or not wanted:
             raise ConfigError(f"cores.{name} names {missing or 'no core'}; the cores here are {cores}")
-        members = [i for i in instances if name in (i, _service(i))]
-        if not members:
-            raise ConfigError(f"cores.{name}: there is no such service; there are {', '.join(instances)}")
-        plan |= _share_out(list(wanted), members)
+        plan |= _share_out(list(wanted), _members("cores", name, instances))
     return plan
+
+
+def _members(setting: str, name: str, instances: list[str]) -> list[str]:
+    """The instances that a name of a service or an instance means."""
+    members = [i for i in instances if name in (i, _service(i))]
+    if not members:
+        raise ConfigError(f"{setting}.{name}: there is no such service; there are {', '.join(instances)}")
+    return members
 
 
 def _share_out(cores: list[int], instances: list[str]) -> dict[str, tuple[int, ...]]:

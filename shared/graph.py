@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from shared.errors import ConfigError
 
@@ -18,9 +19,11 @@ class Stage:
     name: str
     needs: frozenset[str]
     provides: frozenset[str]
+    trains: bool = False
+    """Whether training alone needs it, so that evaluation groups pass it by."""
 
 
-ROLLOUT = Stage(
+_ROLLOUT = Stage(
     "rollout",
     needs=frozenset(),
     provides=frozenset(
@@ -38,8 +41,33 @@ ROLLOUT = Stage(
         ]
     ),
 )
-# What was generated, as tokens rather than text, and its reward.
-LEARNER_NEEDS = (ROLLOUT.provides - {"text", "text_offsets"}) | {"rewards", "reward_status"}
+_SEQUENCES = frozenset({"prompt_tokens", "tokens", "tokens_offsets"})
+_FOR_PEOPLE = ("text", "signal", "reward_reasons", "cost_reasons")
+
+REFERENCE = Stage("reference", needs=_SEQUENCES, provides=frozenset({"ref_logprobs"}), trains=True)
+CriticName = Literal["critic", "cost_critic"]
+VALUES = {"critic": "values", "cost_critic": "cost_values"}
+"""The column that each critic provides."""
+RETURNS = {"critic": "returns", "cost_critic": "cost_returns"}
+"""What each critic learns, by the name under which the algorithm's advantages give it."""
+
+
+def rollout_stage(*, greedy: bool) -> Stage:
+    """The stage that generates. greedy: with a greedy sample in each training group, marked in the column `greedy`."""
+    return replace(_ROLLOUT, provides=_ROLLOUT.provides | {"greedy"}) if greedy else _ROLLOUT
+
+
+def critic_stage(critic: str) -> Stage:
+    """The stage of a critic's values."""
+    return Stage(critic, needs=_SEQUENCES, provides=frozenset({VALUES[critic]}), trains=True)
+
+
+def learner_stage(others: Iterable[Stage], signals: Iterable[str] = ()) -> Stage:
+    """The last stage, which needs what the others provide, tokens rather than text, but of the signals these alone."""
+    columns = {column for stage in others for column in stage.provides}
+    needs = {column for column in columns if not column.startswith(_FOR_PEOPLE)}
+    needs |= {f"{kind}/{name}" for name in signals for kind in ("signal", "signal_status")}
+    return Stage("learner", needs=frozenset(needs), provides=frozenset(), trains=True)
 
 
 def reward_stage(signals: Iterable[str]) -> Stage:

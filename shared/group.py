@@ -33,10 +33,14 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "reward_status": ("u1", "[n] RewardStatus"),
     "reward_reasons": ("u1", "why a reward is not OK, as UTF-8, ragged by reward_reasons_offsets"),
     "reward_reasons_offsets": ("i8", "[n+1]"),
-    "costs": ("f4", "[n] weighted sum of the signals of the cost, 0 where cost_status is not OK"),
+    "costs": ("f4", "[n] weighted sum of the cost signals, 0 where cost_status is not OK"),
     "cost_status": ("u1", "[n] RewardStatus"),
     "cost_reasons": ("u1", "why a cost is not OK, as UTF-8, ragged by cost_reasons_offsets"),
     "cost_reasons_offsets": ("i8", "[n+1]"),
+    "greedy": ("bool", "[n] the sample whose reward is the baseline of the others, which is not trained"),
+    "ref_logprobs": ("f4", "[T] log-prob of each token under the reference"),
+    "values": ("f4", "[T] the critic's value before each token"),
+    "cost_values": ("f4", "[T] the cost critic's"),
 }
 """The columns of every run; those of the cost only where it has that stage.
 
@@ -120,6 +124,11 @@ class TrajectoryGroup:
         valid = self.columns["reward_status"] == RewardStatus.OK
         return len(np.unique(self.columns["rewards"][valid])) < 2
 
+    def is_sampled(self) -> np.ndarray:
+        """[n] bool, False for a greedy sample that is there as a baseline."""
+        greedy = self.columns.get("greedy")
+        return np.ones(self.n_samples, dtype=bool) if greedy is None else ~greedy
+
     def oldest_version(self) -> int:
         """The oldest policy version that produced any token (the group's minimum where no token was produced)."""
         runs = self.columns.get("versions")
@@ -127,10 +136,24 @@ class TrajectoryGroup:
 
 
 def mean_reward(groups: Sequence[TrajectoryGroup]) -> float:
-    """Mean of all valid rewards of these groups; NaN where there is none."""
-    valid = [group.columns["rewards"][group.columns["reward_status"] == RewardStatus.OK] for group in groups]
-    rewards = np.concatenate(valid) if valid else np.zeros(0)
+    """Mean of all valid rewards of these groups, greedy baselines left out; NaN where there is none."""
+    valid = [group.is_sampled() & (group.columns["reward_status"] == RewardStatus.OK) for group in groups]
+    parts = [group.columns["rewards"][chosen] for group, chosen in zip(groups, valid, strict=True)]
+    rewards = np.concatenate(parts) if parts else np.zeros(0)
     return float(rewards.mean()) if len(rewards) else float("nan")
+
+
+def signal_means(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Mean of the values that each signal gave, greedy baselines left out, as `signal/<name>`."""
+    means = {}
+    for name in {name for group in groups for name in group.columns if name.startswith("signal/")}:
+        status = f"signal_status/{name.removeprefix('signal/')}"
+        there = [group for group in groups if name in group.columns]
+        chosen = [group.is_sampled() & (group.columns[status] == RewardStatus.OK) for group in there]
+        values = np.concatenate([group.columns[name][ok] for group, ok in zip(there, chosen, strict=True)])
+        if len(values):
+            means[name] = float(values.mean())
+    return means
 
 
 def offsets_name(column: str) -> str:
@@ -142,7 +165,7 @@ def offsets_name(column: str) -> str:
 
 
 TOKEN_COLUMNS = frozenset(
-    {"tokens", "loss_mask", "behavior_logprobs", "ref_logprobs", "values", "advantages", "returns"}
+    {"tokens", "loss_mask", "behavior_logprobs", "ref_logprobs", "values", "cost_values", "returns", "cost_returns"}
 )
 
 

@@ -14,13 +14,14 @@ from services.reward.signals import Function
 from services.rollout.vllm.arguments import check as check_vllm
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig, Signal
-from shared.cores import available_cores, plan_cores
+from shared.cores import available_cores, plan_cores, plan_gpus
 from shared.drift import warn_limit
 from shared.errors import ConfigError, StrettoError
 from shared.graph import Stage, check_graph
 from stretto.launcher import instances
+from stretto.memory import count_parameters, policy_memory, role_memory, signal_memory
 
-SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+ROLES = ("reference", "critic", "cost_critic")
 MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -28,7 +29,8 @@ MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 class Facts:
     """What the checks found.
 
-    parameters: of the model, None where it is not a folder here. reward_models: the same by the name of their signal.
+    parameters: of the model, None where it is not a folder here; so too reward_models, by signal, and role_parameters,
+    of the reference and the critics that the algorithm has.
     """
 
     stages: list[Stage]
@@ -39,6 +41,7 @@ class Facts:
     context: int | None
     first_prompt: str
     reward_models: dict[str, int | None]
+    role_parameters: dict[str, int | None]
 
 
 def check_run(config: RunConfig) -> Facts:
@@ -52,13 +55,17 @@ def check_run(config: RunConfig) -> Facts:
             faults.append(str(error))
             return None
 
-    stages = attempt(_stages, config)
+    algorithm, stages = attempt(load_algorithm, config.algorithm), None
+    if algorithm is not None:
+        attempt(algorithm.check, config)
+        stages = attempt(check_graph, algorithm.stages(config))
+        attempt(plan_cores, config.cores, instances(config), available_cores())
+        attempt(plan_gpus, config.gpus, instances(config))
     train = attempt(_data, config, config.data.train, config.data.split)
     heldout = attempt(_data, config, config.data.heldout, config.data.heldout_split) if config.data.heldout else None
     model = attempt(_model, config)
     if config.rollout.engine == "vllm":
         attempt(check_vllm, config.rollout)
-    attempt(plan_cores, config.cores, instances(config), available_cores())
     prompt = first_prompts(train, 1)[0] if train is not None else None
     sizes: dict[str, int | None] = {}
     for signal in _signals(config):
@@ -66,14 +73,15 @@ def check_run(config: RunConfig) -> Facts:
             sizes[signal.name] = attempt(_reward_model, signal)
         elif (function := attempt(Function, signal)) is not None and prompt is not None:
             attempt(function.check, prompt)
+    roles = {stage.name: attempt(_role_model, config, stage.name) for stage in stages or () if stage.name in ROLES}
     steps = total_steps(len(train), config.prompts_per_step, config.steps, config.epochs) if train is not None else 0
     if train is not None and steps == 0:
         faults.append(f"{config.data.train} has too few rows for one step of {config.prompts_per_step} prompts")
     if faults:
         raise ConfigError("\n  ".join(["the run cannot start:", *faults]) if len(faults) > 1 else faults[0])
-    assert prompt is not None and train is not None
+    assert prompt is not None and train is not None and stages is not None
     parameters, context = model
-    return Facts(stages, len(train), len(heldout or ()), steps, parameters, context, prompt.text, sizes)
+    return Facts(stages, len(train), len(heldout or ()), steps, parameters, context, prompt.text, sizes, roles)
 
 
 def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
@@ -101,47 +109,17 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     lines += [(f"stage {s.name}", f"needs {_names(s.needs)}; provides {_names(s.provides)}") for s in facts.stages]
     cores = plan_cores(config.cores, instances(config), available_cores())
     lines += [(f"cores of {name}", ", ".join(map(str, own))) for name, own in cores.items()]
-    lines += [(f"model of {s.name}", _model_memory(s, facts)) for s in _signals(config) if s.model is not None]
-    return lines + _memory(config, facts)
+    gpus = plan_gpus(config.gpus, instances(config))
+    lines += [(f"GPUs of {name}", ", ".join(map(str, own))) for name, own in gpus.items()]
+    for signal in _signals(config):
+        if signal.model is not None:
+            lines.append((f"model of {signal.name}", signal_memory(signal, facts.reward_models[signal.name])))
+    lines += policy_memory(config, facts.parameters)
+    return lines + [(f"memory of the {r}", role_memory(config, r, n)) for r, n in facts.role_parameters.items()]
 
 
 def _names(columns: frozenset[str]) -> str:
     return ", ".join(sorted(column for column in columns if not column.endswith("_offsets"))) or "nothing"
-
-
-def _memory(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
-    if facts.parameters is None:
-        return [("memory", f"unknown: {config.model} is not a folder on this host")]
-    snapshot = facts.parameters * SIZE_BYTES[config.rollout.dtype]
-    compute = 0 if config.rollout.dtype == config.learner.dtype else facts.parameters * SIZE_BYTES[config.learner.dtype]
-    learner = facts.parameters * (4 + 4 + 8) + compute  # master, its gradient, and AdamW's two moments
-    gradient = facts.parameters * SIZE_BYTES[config.learner.dtype]
-    return [
-        ("parameters", f"{facts.parameters / 1e6:.1f} M"),
-        ("memory of snapshots", f"{config.weights.slots} × {_mib(snapshot)} in shared memory"),
-        ("memory of the learner", f"{_mib(learner + gradient)} and activations"),
-        ("memory of a rollout", _rollout_memory(config, snapshot)),
-    ]
-
-
-def _rollout_memory(config: RunConfig, snapshot: int) -> str:
-    if config.rollout.engine == "embedded":
-        return "the keys and values of its samples; the weights are the snapshot's"
-    copies = "2 × " if config.rollout.vllm.stage else ""
-    return f"on a CPU {copies}{_mib(snapshot)} of weights, and the keys and values of its samples"
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.0f} MiB"
-
-
-def _stages(config: RunConfig) -> list[Stage]:
-    algorithm = load_algorithm(config.algorithm)
-    algorithm.check(config)
-    stages = check_graph(algorithm.stages(config))
-    if config.cost is not None and "cost" not in [stage.name for stage in stages]:
-        raise ConfigError(f"the algorithm {config.algorithm.name} uses no costs: remove `cost`, or take safe_rlhf")
-    return stages
 
 
 def _data(config: RunConfig, source: str, split: str) -> Dataset:
@@ -175,17 +153,18 @@ def _reward_model(signal: Signal) -> int | None:
     labels = len(settings.get("id2label") or "ab")  # two where a config does not say
     if signal.label >= labels:
         raise ConfigError(f"{title}: label is {signal.label}, but {folder} has {labels} labels, from 0 on")
-    return sum(_tensor_sizes(file) for file in folder.glob("*.safetensors")) or None
+    return count_parameters(folder)
 
 
-def _model_memory(signal: Signal, facts: Facts) -> str:
-    """Parameters and size of a reward model in its dtype, and in the others."""
-    parameters = facts.reward_models[signal.name]
-    if parameters is None:
-        return f"{signal.model}, of unknown size"
-    sizes = {dtype: f"{parameters * size / 2**20:.3g} MiB" for dtype, size in SIZE_BYTES.items()}
-    own = f"{parameters / 1e6:.1f} M parameters, {sizes.pop(signal.dtype)} as {signal.dtype}"
-    return f"{own} ({', '.join(f'{size} as {dtype}' for dtype, size in sizes.items())})"
+def _role_model(config: RunConfig, role: str) -> int | None:
+    """Parameters of the model of a reference or critic, None where it is not a folder here. Raises ConfigError."""
+    name = config.reference.model if role == "reference" else config.critic_settings(role).model
+    folder = Path(name or config.model)
+    if name is not None and not folder.is_dir() and (folder.is_absolute() or name.startswith(".")):
+        raise ConfigError(f"{role}.model: there is no model folder {folder}")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{role}.model: {folder} is not a Hugging Face model: it has no config.json")
+    return count_parameters(folder) if folder.is_dir() else None
 
 
 def _model(config: RunConfig) -> tuple[int | None, int | None]:
@@ -206,18 +185,4 @@ def _model(config: RunConfig) -> tuple[int | None, int | None]:
         raise ConfigError(
             f"rollout.max_context is {config.rollout.max_context}; {folder} was made for {context} tokens"
         )
-    return sum(_tensor_sizes(file) for file in folder.glob("*.safetensors")), context
-
-
-def _tensor_sizes(file: Path) -> int:
-    """Number of values in a safetensors file, from its header: 8 bytes of length, then JSON."""
-    with file.open("rb") as raw:
-        header = json.loads(raw.read(int.from_bytes(raw.read(8), "little")))
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            count = 1
-            for n in tensor["shape"]:
-                count *= n
-            total += count
-    return total
+    return count_parameters(folder), context

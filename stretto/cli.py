@@ -22,6 +22,8 @@ from shared.log import warnings_only
 from shared.version import __version__
 from stretto.models import MODELS, cache_folder, pull, resolve
 
+SERVICES = ("broadcaster", "rollout", "reward", "cost", "reference", "critic", "cost_critic", "learner")
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 models_app = typer.Typer(no_args_is_help=True, help="Small models by a short name.")
 app.add_typer(models_app, name="models")
@@ -182,7 +184,7 @@ def requeue(
 
 @app.command()
 def serve(
-    service: Annotated[str, typer.Argument(help="broker, broadcaster, rollout, reward, cost or learner")],
+    service: Annotated[str, typer.Argument(help="broker, or one of " + ", ".join(SERVICES))],
     broker: Broker = None,
     instance: Annotated[str | None, typer.Option(help="name in the run; default: service and process id")] = None,
     config: Annotated[Path | None, typer.Option(help="for the broker: the run's YAML file")] = None,
@@ -321,17 +323,22 @@ def _find_service(name: str) -> Any:
             from services.rollout import service as found
         case "reward":
             from services.reward import service as found  # type: ignore[no-redef]
-        case "cost":
-            from services.reward.service import serve
+        case "reference":
+            from services.reference import service as found  # type: ignore[no-redef]
+        case "critic" | "cost_critic":
+            from services.critic.service import serve as serve_critic
 
-            return partial(serve, service="cost")
+            return partial(serve_critic, service=name)
+        case "cost":
+            from services.reward.service import serve as serve_rewards
+
+            return partial(serve_rewards, service="cost")
         case "learner":
             from services.learner import service as found  # type: ignore[no-redef]
         case "broadcaster":
             from services.broadcaster import service as found  # type: ignore[no-redef]
         case _:
-            known = "broker, broadcaster, rollout, reward, cost, learner"
-            raise ConfigError(f"there is no service {name!r}; there are {known}")
+            raise ConfigError(f"there is no service {name!r}; there are broker, {', '.join(SERVICES)}")
     return found.serve
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from protocol.channel import Client
 from protocol.messages import Drain, Ok, Status, StatusRequest
+from shared.algorithms import load_algorithm
 from shared.config import RunConfig, dump_config
-from shared.cores import available_cores, niceness, plan_cores, process_environment
+from shared.cores import available_cores, niceness, plan_cores, plan_gpus, process_environment
 from shared.errors import ConfigError, ProtocolError, RunStopped, StrettoError, Unreachable
 from shared.snapshot import PREFIX, shared_folder
 from stretto.child import Child
@@ -58,6 +59,7 @@ class LocalRun:
         self._on_event = on_event
         self._program = program
         self._cores = plan_cores(config.cores, instances(config), available_cores())
+        self._gpus = plan_gpus(config.gpus, instances(config))
         self._children: dict[str, Child] = {}
         self._client: Client | None = None
         self._failure: StrettoError | None = None
@@ -155,7 +157,7 @@ class LocalRun:
         self._children[instance] = await Child.start(
             instance,
             [*self._program, "serve", service, *arguments],
-            environment=process_environment(service, self._cores[instance]),
+            environment=process_environment(service, self._cores[instance], self._gpus.get(instance)),
             cores=self._cores[instance],
             niceness=niceness(instance, self._cores),
             output=logs / f"{instance}.out",
@@ -252,8 +254,10 @@ class LocalRun:
 
 
 def instances(config: RunConfig) -> list[str]:
-    """The names of all services of a run, the broker first."""
-    rollouts = [f"rollout-{i}" for i in range(config.rollout.replicas)]
-    rewards = [f"reward-{i}" for i in range(config.reward.replicas)]
-    costs = [f"cost-{i}" for i in range(config.cost.replicas if config.cost is not None else 0)]
-    return ["broker", "broadcaster", *rollouts, *rewards, *costs, "learner"]
+    """The names of all services of a run, the broker first and the learner last."""
+    stages = [stage.name for stage in load_algorithm(config.algorithm).stages(config)]
+    names = ["broker", "broadcaster"]
+    for stage in stages:
+        replicas = getattr(getattr(config, stage, None), "replicas", None)
+        names += [stage] if replicas is None else [f"{stage}-{i}" for i in range(replicas)]
+    return names

@@ -11,6 +11,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+ALGORITHM_FIGURES = {
+    "kl/reference": "KL to reference",
+    "algorithm/kl_coefficient": "KL weight",
+    "critic/explained_variance": "critic explains",
+    "cost_critic/explained_variance": "cost critic explains",
+    "cost/mean": "cost",
+    "algorithm/multiplier": "λ",
+    "correction/cut": "correction cuts",
+}
+"""Metrics that only some algorithms have, and what people call them."""
+
 BUCKET_COLOURS = {
     "compute": "green",
     "prompts": "yellow",
@@ -102,6 +113,7 @@ def step_line(record: dict[str, Any], status: dict[str, Any]) -> str:
         f"freshest {fresh_drift(record)}",
         f"staleness {number(record.get('staleness/mean'))} (max {number(record.get('staleness/max'))})",
         f"groups trained {number(record.get('train/groups'))}",
+        *(f"{title} {value}" for title, value in algorithm_figures(record)),
         f"{number(status['sequences_per_s'])} samples/s",
         f"left {duration(status['eta_s'])}",
     ]
@@ -148,6 +160,9 @@ def draw(status: dict[str, Any], events: list[str]) -> RenderableType:
     )
     figures.add_row("samples/s", number(status["sequences_per_s"]), "of the freshest", fresh_drift(metrics))
     figures.add_row("tokens/s generated", number(status["tokens_per_s"]))
+    own = algorithm_figures(metrics)
+    for i in range(0, len(own), 2):
+        figures.add_row(*(text for pair in own[i : i + 2] for text in pair))
     parts: list[RenderableType] = [progress, figures, _groups(status), _services(status)]
     parts.append(Text(f"pace: {status['bottleneck']}", style="bold"))
     parts += [Text(sentence, style="red") for sentence in [*status["warnings"][-2:], *events]]
@@ -180,6 +195,14 @@ def _services(status: dict[str, Any]) -> Table:
         bar.append("  " + ", ".join(f"{bucket} {spent / total:.0%}" for bucket, spent in shares if spent))
         table.add_row(service["instance"], service["state"], f"{seconds.get('compute', 0.0) / total:.0%}", bar)
     return table
+
+
+def algorithm_figures(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """What only some algorithms and runs have, as title and text."""
+    found = [(title, metrics.get(name)) for name, title in ALGORITHM_FIGURES.items()]
+    signals = [(name.removeprefix("signal/"), v) for name, v in sorted(metrics.items()) if name.startswith("signal/")]
+    several = signals if len(signals) > 1 else []
+    return [(title, number(value)) for title, value in found + several if value is not None]
 
 
 def drift(metrics: dict[str, Any]) -> str:

@@ -34,7 +34,8 @@ def replay(run_folder: Path, version: int) -> Iterator[ReplayedStep]:
     """
     import torch
 
-    from services.learner.checkpoint import Checkpoints, load_trainer
+    from services.compute.checkpoint import Checkpoints
+    from services.learner.trainer import load_trainer
 
     config = load_config(run_folder / "config.yaml")
     if not (run_folder / FILE).is_file():

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from services.broker.runlog import latest_records
 from shared.errors import DataError
-from stretto.live import duration, number
+from stretto.live import ALGORITHM_FIGURES, algorithm_figures, duration, number
 from stretto.timeline import draw_timeline, overlap_ratio, read_spans
 
 
@@ -67,6 +67,7 @@ def _figures(
         "drift_own_mean": _mean(own, "drift/fresh/mean"),
         "drift_own_max": max(_present(own, "drift/fresh/max"), default=None),
         "drift_own_k3": _mean(own, "drift/fresh/k3"),
+        "algorithm": dict(algorithm_figures(last)),
         "groups": status["groups"],
         "bottleneck": status["bottleneck"],
         "time": {service["instance"]: service["time"] for service in services},
@@ -90,7 +91,10 @@ def _draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, ((left, right), (distance, k3)) = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    own = [name for name in ALGORITHM_FIGURES if _present(metrics, name)]
+    rows = 2 + -(-len(own) // 2)
+    figure, axes = pyplot.subplots(rows, 2, figsize=(12, 4 * rows), layout="constrained")
+    (left, right), (distance, k3) = axes[:2]
     versions = [record["version"] for record in metrics]
     rewards = [record.get("reward/generated") for record in metrics]
     left.plot(versions, rewards, color="#e76f51", alpha=0.35, linewidth=1, label="each step")
@@ -104,9 +108,15 @@ def _draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]
     distance.set(title="|learner − engine| of a token's log-prob, nats", xlabel="version")
     _draw_drift(k3, metrics, k3=("kl", "drift/fresh/k3"))
     k3.set(title="k3 of engine and learner, nats", xlabel="version")
-    for axes in (left, right, distance, k3):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+    for place, name in zip(axes[2:].flat, own, strict=False):
+        points = [(r["version"], r[name]) for r in metrics if r.get(name) is not None]
+        place.plot([v for v, _ in points], [y for _, y in points], color="#2a9d8f", alpha=0.35, linewidth=1)
+        place.plot([v for v, _ in points], _smooth([y for _, y in points]), color="#2a9d8f", linewidth=2)
+        place.set(title=f"{ALGORITHM_FIGURES[name]} ({name})", xlabel="version")
+    for place in axes.flat:
+        place.grid(alpha=0.25)
+        place.spines[["top", "right"]].set_visible(False)
+        place.set_visible(place.has_data())
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -168,6 +178,7 @@ def summary(figures: dict[str, Any]) -> list[tuple[str, str]]:
             f"{number(figures['drift_own_mean'])} nats on average, at most {number(figures['drift_own_max'])}, k3 "
             f"{number(figures['drift_own_k3'])}, in {figures['drift_own_steps']} of {figures['steps']} steps",
         ),
+        *((f"last {title}", value) for title, value in figures["algorithm"].items()),
         ("pace", figures["bottleneck"]),
     ]
 

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from shared.algorithms import PRESETS
+from shared.algorithms import PRESETS, Algorithm
 from shared.config import RunConfig, Section
 
 HEAD = """# Settings
@@ -27,9 +27,12 @@ def settings_page() -> str:
         if section is not None and name != "algorithm":
             what = field.description or (section.__doc__ or "").splitlines()[0].rstrip(".").lower()
             parts += _section(f"`{name}`: {what}", name, section)
+    common = Algorithm.model_fields
+    parts += ["\n## `algorithm`: settings of all\n", *_table([_row(f"algorithm.{n}", f) for n, f in common.items()])]
     for preset, algorithm in PRESETS.items():
-        rows = [_row(f"algorithm.{name}", field) for name, field in algorithm.model_fields.items()]
-        parts += [f"\n## `algorithm: {preset}`\n", *_table(rows)]
+        own = {n: f for n, f in algorithm.model_fields.items() if n not in common or f.default != common[n].default}
+        rows = [_row(f"algorithm.{n}", f, common[n].description if n in common else None) for n, f in own.items()]
+        parts += [f"\n## `algorithm: {preset}`\n", *(_table(rows) if rows else ["As above."])]
     return "\n".join(parts) + "\n"
 
 
@@ -48,10 +51,11 @@ def _table(rows: list[str]) -> list[str]:
     return ["| setting | default | meaning |", "|---|---|---|", *rows]
 
 
-def _row(name: str, field: FieldInfo) -> str:
+def _row(name: str, field: FieldInfo, meaning: str | None = None) -> str:
+    """meaning: where the field does not tell its own."""
     default = field.get_default(call_default_factory=True, validated_data={})
     shown = "required" if default is PydanticUndefined else f"`{_plain(default)}`"
-    meaning = field.description or ""
+    meaning = field.description or meaning or ""
     if choices := _choices(field.annotation):
         meaning = f"{meaning}{': ' if meaning else ''}one of {', '.join(f'`{choice}`' for choice in choices)}"
     return f"| `{name}` | {shown} | {meaning} |"

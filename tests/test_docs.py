@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
+from shared.algorithms import PRESETS
 from stretto.settings import settings_page
 
 ROOT = Path(__file__).parents[1]
@@ -35,3 +37,26 @@ def test_every_message_is_in_the_specification():
     text = (ROOT / "protocol" / "SPEC.md").read_text()
     inner = {"leased_group", "round"}
     assert not [name for name in BODIES if name not in inner and f"`{name}`" not in text]
+
+
+def code_lines(source: str) -> int:
+    """Lines without blank ones, comments and docstrings."""
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            documented |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = enumerate(source.splitlines(), start=1)
+    return sum(bool(line.strip()) and line.strip()[0] != "#" and i not in documented for i, line in lines)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_table_of_presets_has_their_lines(preset):
+    source = (ROOT / "shared" / "algorithms" / f"{preset}.py").read_text()
+    (row,) = re.findall(rf"^\| `{preset}` \|.*$", (ROOT / "docs" / "algorithms.md").read_text(), re.MULTILINE)
+    assert row.endswith(f"| {len(source.splitlines())} ({code_lines(source)}) |")
+
+
+def test_the_worked_algorithm_is_its_file_and_short():
+    source = (ROOT / "examples" / "own_algorithm" / "opo.py").read_text()
+    assert f"```python\n{source}```" in (ROOT / "docs" / "algorithms.md").read_text()
+    assert len(source.splitlines()) <= 40

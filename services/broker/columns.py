@@ -12,8 +12,6 @@ from protocol.codec import DTYPES
 from shared.errors import ProtocolError
 from shared.group import COLUMNS, TOKEN_COLUMNS, Columns, FinishReason, RewardStatus, TrajectoryGroup
 
-_ONE_A_SAMPLE = frozenset({"finish_reasons", "rewards", "reward_status", "costs", "cost_status"})
-
 
 def check_columns(group: TrajectoryGroup, columns: Columns) -> None:
     """Raises ProtocolError `bad_column` where a dtype, a shape, an offset or a value does not fit the group.
@@ -67,7 +65,7 @@ def _rule(name: str) -> _Rule:
         dtype=None if dtype is None else DTYPES[dtype],
         is_offsets=is_offsets,
         one_a_token=name in TOKEN_COLUMNS,
-        one_a_sample=status or signal or name in _ONE_A_SAMPLE,
+        one_a_sample=status or signal or COLUMNS.get(name, ("", ""))[1].startswith("[n]"),
         largest=max(FinishReason) if name == "finish_reasons" else max(RewardStatus) if "status" in name else None,
     )
 

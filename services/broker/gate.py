@@ -23,14 +23,14 @@ class Policy:
     lease_s: float
 
     @classmethod
-    def of(cls, config: RunConfig, total_steps: int) -> Policy:
-        """The policy of a run."""
+    def of(cls, config: RunConfig, total_steps: int, *, replace_equal: float = 0.0) -> Policy:
+        """The policy of a run. replace_equal: where the config leaves it open."""
         return cls(
             prompts_per_step=config.prompts_per_step,
             total_steps=total_steps,
             max_staleness=config.max_staleness,
             on_stale=config.on_stale,
-            replace_equal=config.replace_equal,
+            replace_equal=replace_equal if config.replace_equal is None else config.replace_equal,
             max_attempts=config.broker.max_attempts,
             dead_letter_limit=config.broker.dead_letter_limit,
             max_in_flight_groups=config.broker.max_in_flight_groups,

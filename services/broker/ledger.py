@@ -376,8 +376,9 @@ class Ledger:
     def _open_stages(self, entry: Entry, *, restored: bool = False) -> None:
         """Queue a group for each stage that it has become ready for."""
         have = entry.group.columns.keys()
-        stages = self._middle if entry.group.lane == "eval" else [*self._middle, self._last]
-        for stage in stages:
+        for stage in self._stages.values():
+            if stage.trains and entry.group.lane == "eval":
+                continue
             done = bool(stage.provides) and stage.provides <= have
             if stage.name not in entry.work and not done and stage.needs <= have:
                 entry.work[stage.name] = Work(restored)

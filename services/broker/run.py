@@ -28,7 +28,7 @@ from shared.config import RunConfig
 from shared.drift import DriftWarnings
 from shared.errors import DataError, ProtocolError, StrettoError
 from shared.graph import check_graph
-from shared.group import Columns, Lane, Prompt, TrajectoryGroup, mean_reward
+from shared.group import Columns, Lane, Prompt, TrajectoryGroup, mean_reward, signal_means
 from shared.log import log
 
 SHOWN_DEAD_LETTERS = 20
@@ -66,12 +66,12 @@ class Run:
         self.contacts: dict[str, str] = {}
         self.warnings: deque[str] = deque(maxlen=20)
         self._drift = DriftWarnings(config)
-        self.ledger = Ledger(stages, Policy.of(config, self.total_steps))
+        self.ledger = Ledger(stages, Policy.of(config, self.total_steps, replace_equal=algorithm.replace_equal))
         self.log = RunLog(self.folder)
         self._announce = announce
         self._source = PromptSource(train, seed=config.seed, shuffle=config.data.shuffle)
         self._evaluations = Evaluations(config, _heldout(config), self.total_steps)
-        self._samples: dict[Lane, int] = {"train": config.samples_per_prompt, "eval": 1}
+        self._samples: dict[Lane, int] = {"train": algorithm.samples(config), "eval": 1}
         self._started = time.time()
         self._outcome = ("stopped", "")
         self._saved_version = 0
@@ -175,6 +175,7 @@ class Run:
             "reward/generated": mean_reward([*groups, *self._replaced]),
             "replaced/groups": float(len(self._replaced)),
         }
+        self._metrics |= signal_means(groups)
         self._replaced.clear()
         if warning := self._drift.of(commit.metrics, commit.version - 1):
             self.warnings.append(warning)

@@ -61,6 +61,7 @@ class RunLog:
             "reasons": group.texts("reward_reasons"),
             "signals": signals,
             "finish": [FinishReason(f).name.lower() for f in columns["finish_reasons"]],
+            "greedy": [i for i, sampled in enumerate(group.is_sampled()) if not sampled],
             "versions": [runs.tolist() for runs in group.samples("versions")],
         }
         if "costs" in columns:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from services.learner.backend import Backend
+from services.compute.backend import Backend
 from services.learner.slots import Slots
 from shared.config import RunConfig
 from shared.snapshot import Layout, Manifest

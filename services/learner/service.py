@@ -11,9 +11,12 @@ from typing import ParamSpec, TypeVar
 
 from protocol.codec import part_groups
 from protocol.messages import Checkpointed, Commit, Leased, LeaseRequest, Ok, Resume, Resumed
-from services.learner.checkpoint import Checkpoints, load_trainer
+from services.compute.checkpoint import Checkpoints
+from services.learner.critics import Critics
 from services.learner.publisher import Publisher
+from services.learner.trainer import load_trainer
 from services.member import Member
+from shared.algorithms import load_algorithm
 from shared.errors import DriftError, ProtocolError
 from shared.group import Prompt, TrajectoryGroup
 from shared.log import log
@@ -38,6 +41,7 @@ class LearnerService:
         self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints", self._config.checkpoint)
         self._saved_version = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._critics = Critics(self._config.broker.progress_s)
 
     async def run(self) -> None:
         """Train until the last version, or until the run drains; then save, and stay until the run has ended."""
@@ -57,6 +61,7 @@ class LearnerService:
             await asyncio.Event().wait()  # ended by the run's end; the snapshots serve the last evaluation until then
         finally:
             await self._publisher.close()
+            await self._critics.close()
 
     async def _start(self) -> None:
         """Load the model or the latest checkpoint, and publish the weights that the rollouts start with."""
@@ -67,6 +72,8 @@ class LearnerService:
             resume = Resume(version=self._saved_version, location="" if latest is None else str(latest))
             resumed, _ = await self._member.request(resume, Resumed)
             self._member.lineage = resumed.lineage
+        await self._critics.connect(self._member, load_algorithm(self._config.algorithm).critics)
+        await self._critics.go_back(self._trainer.version)
         broadcaster = await self._member.locate("broadcaster")
         self._publisher = Publisher(broadcaster, self._member.run_id, self._trainer.backend, self._config)
         await self._publish()
@@ -101,11 +108,16 @@ class LearnerService:
             self._member.figures |= {f"self_check/{name}": value for name, value in found.items()}
             self._member.beat_soon()
             log.info("self-check passed", **found)
+        batch = await self._compute(self._trainer.prepare, groups)
+        learning = asyncio.create_task(self._critics.learn(batch.version, batch.lessons), name="critics")
         try:
-            metrics = await self._compute(self._trainer.step, groups)
+            metrics = await self._compute(self._trainer.update, batch) | await learning
         except DriftError:
-            await self._save()
+            if not batch.lessons:  # critics have gone on, and can save no older version
+                await self._save()
             raise
+        finally:
+            learning.cancel()
         await self._publish()
         metrics |= self._publisher.figures | {"time/update_s": time.perf_counter() - started}
         commit = Commit(
@@ -132,6 +144,7 @@ class LearnerService:
         if self._saved_version == self._trainer.version:
             return
         with self._member.account.within("overhead"):
+            await self._critics.store(self._trainer.version, self._member.lineage)
             location = await self._in_thread(self._checkpoints.save, self._trainer, self._member.lineage)
         self._saved_version = self._trainer.version
         log.info("saved a checkpoint", version=self._saved_version, location=str(location))

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from services.learner.backend import Backend
-from services.learner.batch import GroupBatch, StepBatch, step_batch
-from services.learner.optimizer import Optimizer
-from services.learner.packing import PackedRows, micro_batches, pack
-from shared.algorithms import Algorithm
-from shared.algorithms.base import LossInput
-from shared.algorithms.losses import aggregate, kl_k3, log_ratio
+from services.compute.backend import Backend
+from services.compute.checkpoint import restore
+from services.compute.hf import HFBackend
+from services.compute.optimizer import Optimizer
+from services.compute.packing import GroupBatch, PackedRows, Row, micro_batches, pack, unpack
+from services.learner.batch import StepBatch, step_batch
+from shared.algorithms import Algorithm, load_algorithm
+from shared.algorithms.base import LossInput, State
+from shared.algorithms.losses import Denominators, aggregate, kl_k3, log_ratio
 from shared.config import RunConfig
 from shared.drift import check_drift, tolerance
 from shared.errors import SelfCheckError, StrettoError
@@ -23,7 +26,7 @@ from shared.group import TrajectoryGroup
 
 
 class Trainer:
-    """Updates a policy. version: number of updates so far."""
+    """Updates a policy. version: number of updates so far; state: the algorithm's."""
 
     def __init__(self, config: RunConfig, backend: Backend, algorithm: Algorithm, *, total_steps: int) -> None:
         self.config = config
@@ -31,9 +34,18 @@ class Trainer:
         self.backend = backend
         self.optimizer = Optimizer(backend.parameters, config.learner, total_steps)
         self.version = 0
+        self.state = algorithm.initial_state()
+
+    def prepare(self, groups: list[TrajectoryGroup]) -> StepBatch:
+        """What the next update is made of, and what the critics may learn meanwhile."""
+        return step_batch(groups, self._algorithm, self.config, self.version, self.state)
 
     def step(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
-        """One update from all groups of a step; returns its metrics. The version and the schedule go up by one.
+        """As `update`, of what `prepare` makes of the groups."""
+        return self.update(self.prepare(groups))
+
+    def update(self, batch: StepBatch) -> dict[str, float]:
+        """One update; returns its metrics. The version and the schedule go up by one.
 
         Where no group has an advantage there is no gradient, and the optimizer is left as it is.
         Raises DriftError, before the weights are touched, where the engine's log-probs are off by more than
@@ -41,19 +53,31 @@ class Trainer:
         be used.
         """
         started = time.perf_counter()
-        batch = step_batch(groups, self._algorithm, self.version, self.config.sampling.max_tokens)
         sums: dict[str, torch.Tensor] = {}
         seconds: dict[str, float] = defaultdict(float)
-        for rows in micro_batches(batch.groups, self.config.learner.tokens_per_micro_batch):
-            self._micro_batch(pack(rows), batch, sums, seconds)
+        norms: list[float] = []
+        parts = [part for part in batch.parts if part.groups]
+        if len(parts) > 1:
+            self._keep_old_logprobs(batch)
+        for number, part in enumerate(parts):
+            if number > 0:
+                self.backend.use_snapshot(None)  # compute with what the optimizer has made of the masters
+            for rows in self._rows(part.groups):
+                packed = pack(rows)
+                logprobs = self._micro_batch(packed, part.whole, batch.state, sums, seconds)
+                if number == 0:  # later parts are computed with other weights than the engine's
+                    _add(sums, _fresh_drift(packed, logprobs, batch.fresh_lag))
+            if number == 0:
+                check_drift(_means(sums), self.version, self.config.learner.drift_stop)
+            before = time.perf_counter()
+            norms.append(float(self.optimizer.step()))
+            seconds["time/optimizer_s"] += time.perf_counter() - before
         metrics = batch.metrics | _means(sums) | {"lr": self.optimizer.lr}
-        if "drift/fresh/mean" in metrics:
-            metrics["drift/fresh/lag"] = float(batch.fresh_lag)
-        check_drift(metrics, self.version, self.config.learner.drift_stop)
-        before = time.perf_counter()
-        if batch.groups:
-            metrics["grad_norm"] = float(self.optimizer.step())
-        seconds["time/optimizer_s"] = time.perf_counter() - before
+        metrics["loss"] /= max(len(parts), 1)
+        if norms:
+            metrics["grad_norm"] = sum(norms) / len(norms)
+        metrics |= {f"algorithm/{name}": value for name, value in batch.state.items()}
+        self.state = self._algorithm.after_step(batch.state, metrics)
         self.optimizer.advance()
         self.version += 1
         metrics |= seconds | {"time/step_s": time.perf_counter() - started}
@@ -65,52 +89,84 @@ class Trainer:
             )
         return metrics
 
+    def _rows(self, groups: list[GroupBatch]) -> list[list[Row]]:
+        return micro_batches(groups, self.config.learner.tokens_per_micro_batch)
+
+    @torch.no_grad()
+    def _keep_old_logprobs(self, batch: StepBatch) -> None:
+        """Write down the policy's log-probs from before the first of several optimizer steps, where they are needed."""
+        if self._algorithm.correction not in ("decoupled", "mask"):
+            return
+        for group in batch.groups:
+            group.columns["old_logprobs"] = [np.zeros(len(tokens)) for tokens in group.tokens]
+        for rows in self._rows(batch.groups):
+            logprobs, _ = self.backend.logprobs(pack(rows), self.config.sampling.temperature)
+            for group, i, part in unpack(rows, logprobs.numpy()):
+                group.columns["old_logprobs"][i] = part
+
     def _micro_batch(
-        self, packed: PackedRows, batch: StepBatch, sums: dict[str, torch.Tensor], seconds: dict[str, float]
-    ) -> None:
+        self,
+        packed: PackedRows,
+        whole: Denominators,
+        state: State,
+        sums: dict[str, torch.Tensor],
+        seconds: dict[str, float],
+    ) -> torch.Tensor:
+        """Add to the gradients, the sums of what is measured, and the seconds; returns the log-probs, [K]."""
         start = time.perf_counter()
         logprobs, entropy = self.backend.logprobs(packed, self.config.sampling.temperature)
-        losses, measures = self._losses(packed, logprobs)
+        losses, measures = self._losses(packed, logprobs, entropy, state)
         counted = torch.from_numpy(packed.mask)
         sample = torch.from_numpy(packed.sample)[counted]
-        loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, batch.whole)
+        loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, whole)
         middle = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         self.backend.collect_gradients()
         end = time.perf_counter()
         seconds["time/forward_s"] += middle - start
         seconds["time/backward_s"] += end - middle
-        measures |= _fresh_drift(packed, logprobs, batch.fresh_lag)
-        _add(sums, measures | {"loss": loss.detach(), "entropy": entropy[counted].sum()})
+        _add(sums, measures | {"loss": loss.detach(), "entropy": entropy.detach()[counted].sum()})
+        return logprobs.detach()
 
-    def _losses(self, packed: PackedRows, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _losses(
+        self, packed: PackedRows, logprobs: torch.Tensor, entropy: torch.Tensor, state: State
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss of each token that counts, and sums of what is measured on them.
 
         A token without a finite behaviour log-prob counts as one of ratio 1.
         """
         counted = torch.from_numpy(packed.mask)
+        columns = {name: torch.from_numpy(column)[counted] for name, column in packed.columns.items()}
         new = logprobs[counted]
-        reported = torch.from_numpy(packed.logprobs)[counted]
-        missing = ~reported.isfinite()
-        old = torch.where(missing, new.detach(), reported)
+        missing = ~columns["behavior_logprobs"].isfinite()
+        behavior = torch.where(missing, new.detach(), columns["behavior_logprobs"])
         batch = LossInput(
             logprobs=new,
-            old_logprobs=old,
-            advantages=torch.from_numpy(packed.advantages)[counted],
+            entropy=entropy[counted],
+            old_logprobs=behavior
+            if self._algorithm.correction == "none"
+            else columns.get("old_logprobs", new.detach()),
+            behavior_logprobs=behavior,
+            ref_logprobs=columns.get("ref_logprobs"),
+            advantages=columns["advantages"],
             sample=torch.from_numpy(packed.sample)[counted],
             n_samples=packed.n_samples,
+            state=state,
         )
-        losses, extra = self._algorithm.loss(batch)
+        losses, extra = self._algorithm.objective(batch)
         with torch.no_grad():
-            difference = new - old
+            difference = new - behavior
+            ratio = log_ratio(new, behavior).exp()
             measures = {name: values.float().sum() for name, values in extra.items()}
             measures |= {
                 "tokens": counted.sum(),
-                "kl": kl_k3(old, new).sum(),
+                "kl": kl_k3(behavior, new).sum(),
                 "drift/mean": difference.abs().sum(),
                 "drift/max": difference.abs().max(),
                 "drift/missing": missing.sum(),
-                "ratio/max": log_ratio(new, old).exp().max(),
+                "ratio/mean": ratio.sum(),
+                "ratio/max": ratio.max(),
+                "ratio/beyond_cap": (ratio > self._algorithm.correction_cap).sum(),
             }
         return losses, measures
 
@@ -125,13 +181,15 @@ class Trainer:
         if group is None:
             return {}
         tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
-        advantages = np.ones(len(tokens))
+        mask = [own & sampled for own, sampled in zip(mask, group.is_sampled(), strict=True)]
+        columns = {"behavior_logprobs": logprobs, "advantages": [np.ones(len(part)) for part in tokens]}
         lags = np.zeros(len(tokens), dtype="i8")
-        batch = GroupBatch(group.group_id, group.columns["prompt_tokens"], tokens, logprobs, mask, advantages, lags)
+        batch = GroupBatch(group.group_id, group.columns["prompt_tokens"], tokens, mask, columns, lags)
         sums: dict[str, torch.Tensor] = {}
-        for rows in micro_batches([batch], self.config.learner.tokens_per_micro_batch):
+        for rows in self._rows([batch]):
             packed = pack(rows)
-            _add(sums, self._losses(packed, self.backend.logprobs(packed, self.config.sampling.temperature)[0])[1])
+            computed = self.backend.logprobs(packed, self.config.sampling.temperature)
+            _add(sums, self._losses(packed, *computed, self.state)[1])
         found = _means(sums)
         allowed = tolerance(self.config)
         if not found["drift/mean"] <= allowed or found.get("clip_fraction", 0.0) > 0.05:
@@ -146,18 +204,20 @@ class Trainer:
 
 @torch.no_grad()
 def _fresh_drift(packed: PackedRows, logprobs: torch.Tensor, lag: int) -> dict[str, torch.Tensor]:
-    """Sums of |learner − engine| and of k3, and the largest distance, on the samples of this lag; {} without any.
+    """Sums of |learner − engine|, k3 and the lag, and the largest distance, on samples of this lag; {} without any.
 
     A whole sample counts by the version it began with: the engine keeps keys and values over a swap, so that a token
     sampled by the learner's own version after older ones is none that the learner would compute alike.
     """
-    chosen = torch.from_numpy(packed.mask & (packed.lag == lag) & np.isfinite(packed.logprobs))
+    behavior = packed.columns["behavior_logprobs"]
+    chosen = torch.from_numpy(packed.mask & (packed.lag == lag) & np.isfinite(behavior))
     if not chosen.any():
         return {}
-    new, old = logprobs[chosen], torch.from_numpy(packed.logprobs)[chosen]
+    new, old = logprobs[chosen], torch.from_numpy(behavior)[chosen]
     distance = (new - old).abs()
     return {
         "drift/fresh/tokens": chosen.sum(),
+        "drift/fresh/lag": lag * chosen.sum(),
         "drift/fresh/mean": distance.sum(),
         "drift/fresh/max": distance.max(),
         "drift/fresh/k3": kl_k3(old, new).sum(),
@@ -183,3 +243,13 @@ def _means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
         if not name.endswith("/max"):
             values[name] /= max(values["drift/fresh/tokens"] if name.startswith("drift/fresh/") else tokens, 1.0)
     return {"loss": 0.0} | values
+
+
+def load_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None) -> Trainer:
+    """The trainer of a run, at the version of a checkpoint or, without one, at version 0. Raises DataError."""
+    model = config.model if checkpoint is None else str(checkpoint)
+    backend = HFBackend.load(model, config.learner, tokenizer=config.tokenizer)
+    trainer = Trainer(config, backend, load_algorithm(config.algorithm), total_steps=total_steps)
+    if checkpoint is not None:
+        restore(checkpoint, trainer)
+    return trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from services.member import Member
 from services.rollout.engine import Engine, Request, Sample
 from services.rollout.follower import Follower
 from services.rollout.prompts import PromptRenderer
+from shared.algorithms import load_algorithm
 from shared.config import RunConfig
 from shared.group import Columns, Lane, TrajectoryGroup, ragged, ragged_text, version_runs
 
@@ -24,7 +26,9 @@ class RolloutService:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._config = member.config
-        self._samples: dict[Lane, int] = {"train": self._config.samples_per_prompt, "eval": 1}
+        algorithm = load_algorithm(self._config.algorithm)
+        self._has_greedy = algorithm.greedy_baseline
+        self._samples: dict[Lane, int] = {"train": algorithm.samples(self._config), "eval": 1}
         self._checked = False
 
     async def run(self) -> None:
@@ -50,7 +54,7 @@ class RolloutService:
         actor = StageActor(
             member,
             self._generate,
-            capacity=max(self._config.rollout.max_samples, self._config.samples_per_prompt),
+            capacity=max(self._config.rollout.max_samples, self._samples["train"]),
             samples=self._samples,
             idle_bucket="room",
         )
@@ -73,16 +77,24 @@ class RolloutService:
         request = Request(
             request_id=group.group_id,
             prompt_tokens=self._renderer.tokens(group.prompt),
-            n=self._samples[group.lane],
+            n=self._config.samples_per_prompt if group.lane == "train" else 1,
             sampling=sampling,
             seed=zlib.crc32(f"{self._config.seed}/{group.group_id}".encode()),
             priority=priority(group),
         )
-        samples = await self._engine.generate(request)
+        requests = [request]
+        if self._has_greedy and group.lane == "train":
+            greedy = sampling.model_copy(update={"temperature": 0.0})
+            requests.append(replace(request, request_id=f"{group.group_id}/greedy", n=1, sampling=greedy))
+        parts = await asyncio.gather(*map(self._engine.generate, requests))
+        samples = [sample for part in parts for sample in part]
         await self._follower.proven({int(version) for sample in samples for version in sample.versions[-1:]})
         self._follower.snapshots.check()
         self._member.figures.update(self._engine.stats() | self._follower.figures)
-        return sample_columns(request.prompt_tokens, samples)
+        columns = sample_columns(request.prompt_tokens, samples)
+        if self._has_greedy:
+            columns["greedy"] = np.arange(len(samples)) >= request.n
+        return columns
 
 
 def load_engine(config: RunConfig) -> Engine:

@@ -6,15 +6,35 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.algorithms.base import Algorithm
+from shared.algorithms.base import Algorithm, Clipped
+from shared.algorithms.cispo import CISPO
+from shared.algorithms.dapo import DAPO
+from shared.algorithms.dr_grpo import DrGRPO
 from shared.algorithms.grpo import GRPO
+from shared.algorithms.gspo import GSPO
+from shared.algorithms.ppo import PPO
+from shared.algorithms.reinforce_pp import ReinforcePP
+from shared.algorithms.remax import ReMax
+from shared.algorithms.rloo import RLOO
+from shared.algorithms.safe_rlhf import SafeRLHF
 from shared.config import Algorithm as AlgorithmConfig
 from shared.errors import ConfigError
 from shared.plugins import load_plugin
 
-PRESETS: dict[str, type[Algorithm]] = {"grpo": GRPO}
+PRESETS: dict[str, type[Algorithm]] = {
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "rloo": RLOO,
+    "reinforce_pp": ReinforcePP,
+    "ppo": PPO,
+    "remax": ReMax,
+    "safe_rlhf": SafeRLHF,
+}
 
-__all__ = ["GRPO", "PRESETS", "Algorithm", "load_algorithm"]
+__all__ = ["PRESETS", "Algorithm", "Clipped", "load_algorithm"]
 
 
 def load_algorithm(config: AlgorithmConfig) -> Algorithm:

@@ -1,6 +1,7 @@
-"""Token losses, KL estimators, and how token losses become the loss of a step. T tokens, B samples.
+"""Token losses, KL estimators, corrections, and how token losses become the loss of a step. T tokens, B samples.
 
-Written with tensor methods only, so that this module loads without torch.
+Written with tensor methods only, so that this module loads without torch. n: log-prob under the policy that is trained;
+o: proximal log-prob, from before the step; b: behaviour log-prob, as the engine sampled; ref: of the reference.
 """
 
 from __future__ import annotations
@@ -22,21 +23,19 @@ def log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tenso
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def ppo_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
+def clipped_loss(
+    ratio: torch.Tensor,
     advantages: torch.Tensor,
     *,
     clip_low: float,
     clip_high: float,
-    dual_clip: float | None,
+    dual_clip: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), all [T]: loss of each token, and whether it was clipped.
 
     clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476). dual_clip c > 1 bounds the loss of tokens with a
     negative advantage by −c·A (arXiv 1912.09729, eq. 5); None leaves it out.
     """
-    ratio = log_ratio(logprobs, old_logprobs).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = unclipped.maximum(clipped)
@@ -47,6 +46,50 @@ def ppo_loss(
         loss = loss.where(~bounded, bound)
         is_clipped = is_clipped | bounded
     return loss, is_clipped
+
+
+def sequence_ratio(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, sample: torch.Tensor, n_samples: int
+) -> torch.Tensor:
+    """[T] GSPO's ratio of a whole sample, exp(mean_t (n − o)), its gradient through each token by itself.
+
+    sg[s] · exp(n − sg[n]): arXiv 2507.18071, eq. 14 (GSPO-token).
+    """
+    mean = sequence_mean(log_ratio(logprobs, old_logprobs).detach(), sample, n_samples)
+    return mean.exp() * (logprobs - logprobs.detach()).exp()
+
+
+def cispo_loss(
+    ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """−sg[clip(r, 1 − clip_low, 1 + clip_high)] · A · n, and whether the ratio was clipped, [T] each.
+
+    CISPO: arXiv 2506.13585, eq. 4. The bounds are relative to 1; clip_low ≥ 1 means no lower bound.
+    """
+    ratio = ratio.detach()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantages * logprobs, weight != ratio
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """½ · max((v − R)², (clip(v, v_old ± clip) − R)²), and whether it was clipped, [T] each; None: no clip.
+
+    Of PPO's reference implementation; the ½ is in it, so a coefficient of 1 is the plain squared error's gradient.
+    """
+    unclipped = (values - returns) ** 2
+    if clip is None:
+        return unclipped / 2, unclipped < 0
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (near - returns) ** 2
+    return unclipped.maximum(clipped) / 2, clipped > unclipped
+
+
+# KL
+
+
+KL = Literal["k1", "k2", "k3"]
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -60,9 +103,42 @@ def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """[T] exp(ref − n) − (ref − n) − 1: unbiased, never negative (J. Schulman, "Approximating KL Divergence", 2020)."""
+    """[T] exp(ref − n) − (ref − n) − 1: unbiased, never negative (J. Schulman, "Approximating KL Divergence", 2020).
+
+    ref − n is clamped to ±20 in the exponential; the value itself is not clamped.
+    """
     difference = ref_logprobs - logprobs
-    return difference.exp() - difference - 1
+    return log_ratio(ref_logprobs, logprobs).exp() - difference - 1
+
+
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+# Corrections
+
+
+Correction = Literal["none", "tis", "decoupled", "mask"]
+
+
+def importance_ratio(
+    old_logprobs: torch.Tensor,
+    behavior_logprobs: torch.Tensor,
+    sample: torch.Tensor,
+    n_samples: int,
+    level: Literal["token", "sequence"],
+) -> torch.Tensor:
+    """[T] exp(o − b) without gradient: of each token, or of its sample by the mean over its tokens (geometric mean)."""
+    ratio = log_ratio(old_logprobs.detach(), behavior_logprobs)
+    return (ratio if level == "token" else sequence_mean(ratio, sample, n_samples)).exp()
+
+
+# From tokens to a step
+
+
+def sequence_mean(values: torch.Tensor, sample: torch.Tensor, n_samples: int) -> torch.Tensor:
+    """[T] for each token the mean over the tokens of its sample."""
+    sums = values.new_zeros(n_samples).index_add(0, sample, values)
+    return (sums / _lengths(values, sample, n_samples))[sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +168,13 @@ def aggregate(
         return losses.sum() / max(whole.tokens, 1)
     sums = losses.new_zeros(n_samples).index_add(0, sample, losses)
     if how == "seq_mean_token_mean":
-        lengths = losses.new_zeros(n_samples).index_add(0, sample, losses.detach().new_ones(len(losses)))
-        sums = sums / lengths.clamp(min=1)
+        sums = sums / _lengths(losses, sample, n_samples)
     elif how == "seq_mean_token_sum_norm":
         sums = sums / whole.max_tokens
     return sums.sum() / max(whole.samples, 1)
+
+
+def _lengths(values: torch.Tensor, sample: torch.Tensor, n_samples: int) -> torch.Tensor:
+    """[B] tokens of each sample, at least 1."""
+    ones = values.detach().new_ones(len(values))
+    return values.detach().new_zeros(n_samples).index_add(0, sample, ones).clamp(min=1)

@@ -11,8 +11,8 @@ import torch
 
 from protocol.channel import Server
 from services.broadcaster.service import Broadcaster
-from services.learner.hf import HFBackend
-from services.learner.packing import PackedRows
+from services.compute.hf import HFBackend
+from services.compute.packing import PackedRows
 from services.learner.publisher import Publisher
 from services.rollout.embedded.engine import EmbeddedEngine
 from services.rollout.engine import Request
@@ -154,8 +154,7 @@ async def test_the_probe_is_scored_alike_on_both_sides_after_an_update(tiny_mode
         segment=np.array([[0, 0, 1]]),
         source=np.array([1, 2]),
         target=np.array([3, 4]),
-        logprobs=np.zeros(2, dtype="f4"),
-        advantages=np.ones(2, dtype="f4"),
+        columns={},
         sample=np.zeros(2, dtype="i8"),
         lag=np.zeros(2, dtype="i8"),
         mask=np.ones(2, dtype=bool),

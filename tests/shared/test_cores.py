@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cores import YIELDING, niceness, plan_cores, process_environment
+from shared.cores import YIELDING, niceness, plan_cores, plan_gpus, process_environment
 from shared.errors import ConfigError
 
 INSTANCES = ["broker", "broadcaster-0", "rollout-0", "rollout-1", "reward-0", "learner-0"]
@@ -74,3 +74,19 @@ def test_waiting_threads_sleep() -> None:
     environment = process_environment("rollout", (0,))
     assert environment["OMP_WAIT_POLICY"] == "passive"
     assert environment["GOMP_SPINCOUNT"] == environment["KMP_BLOCKTIME"] == "0"
+
+
+def test_gpus_are_shared_out_among_the_processes_of_a_service() -> None:
+    plan = plan_gpus({"rollout": (0, 1, 2, 3), "learner": (4,)}, INSTANCES)
+    assert plan == {"rollout-0": (0, 1), "rollout-1": (2, 3), "learner-0": (4,)}
+    assert process_environment("rollout", (0,), plan["rollout-1"])["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "CUDA_VISIBLE_DEVICES" not in process_environment("reward", (0,), plan.get("reward-0"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [({"lerner": (0,)}, r"gpus\.lerner: there is no such service"), ({"learner": ()}, r"gpus\.learner names no GPU")],
+)
+def test_gpus_for_nobody_and_no_gpus_are_refused(setting: dict[str, tuple[int, ...]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_gpus(setting, INSTANCES)

@@ -170,5 +170,27 @@ def test_what_a_reward_model_needs_and_is_not_installed_is_told(
 
 def test_costs_that_the_algorithm_has_no_use_for_are_refused(tree: dict[str, Any]) -> None:
     tree["cost"] = {"signals": [{"name": "harm", "function": "length", "args": {"limit": 9}}]}
-    with pytest.raises(ConfigError, match="the algorithm grpo uses no costs"):
+    with pytest.raises(ConfigError, match="GRPO has no use for `cost`"):
         check_run(parse_config(tree))
+
+
+def test_what_an_algorithm_needs_is_told(tree: dict[str, Any]) -> None:
+    tree |= {
+        "algorithm": "safe_rlhf",
+        "cost": {"signals": [{"name": "harm", "function": "length", "args": {"limit": 9}}]},
+    }
+    tree["cost_critic"] = {"dtype": "float32"}
+    config = parse_config(tree)
+    lines = dict(derived(config, check_run(config)))
+    assert lines["stage cost_critic"] == "needs prompt_tokens, tokens; provides cost_values"
+    for column in ("costs", "ref_logprobs", "values", "cost_values"):
+        assert f" {column}" in lines["stage learner"].partition(";")[0]
+    sizes = [int(lines[f"memory of the {role}"].split()[0]) for role in ("reference", "critic", "cost_critic")]
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+def test_a_model_of_a_role_that_is_not_there_is_told(tree: dict[str, Any], tmp_path: Path) -> None:
+    tree |= {"algorithm": "ppo", "critic": {"model": str(tmp_path / "none")}, "reference": {"model": str(tmp_path)}}
+    with pytest.raises(ConfigError, match=r"critic\.model: there is no model folder") as raised:
+        check_run(parse_config(tree))
+    assert "reference.model: " in str(raised.value)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shared.graph import LEARNER_NEEDS, ROLLOUT, Stage, reward_stage
+from shared.graph import Stage, learner_stage, reward_stage, rollout_stage
 from shared.group import Columns, ragged, ragged_text
 
-STAGES = [ROLLOUT, reward_stage(["exact"]), Stage("learner", needs=LEARNER_NEEDS, provides=frozenset())]
+_MIDDLE = [rollout_stage(greedy=False), reward_stage(["exact"])]
+STAGES = [*_MIDDLE, learner_stage(_MIDDLE)]
 
 
 def make_columns(stage: str, version: int = 0, samples: int = 2) -> Columns:
@@ -26,6 +27,8 @@ def make_columns(stage: str, version: int = 0, samples: int = 2) -> Columns:
             "versions_offsets": np.arange(samples + 1, dtype="i8"),
             "finish_reasons": np.zeros(samples, dtype="u1"),
         }
+    if stage == "reference":
+        return {"ref_logprobs": np.zeros(2 * samples, dtype="f4")}
     signal = {"reward": "exact", "cost": "harm"}[stage]
     return {
         f"{stage}s": np.ones(samples, dtype="f4"),

@@ -23,12 +23,12 @@ from services.broker.gate import Policy
 from services.broker.ledger import Entry, Ledger
 from services.broker.outcomes import Dead, Dropped, Evaluated, Replaced
 from shared.errors import ProtocolError
-from shared.graph import LEARNER_NEEDS, ROLLOUT, Stage, reward_stage
+from shared.graph import REFERENCE, learner_stage, reward_stage, rollout_stage
 from shared.group import Prompt, ragged, ragged_text
 
 LEASE_S = 10.0
-REFERENCE = Stage("reference", needs=frozenset({"tokens"}), provides=frozenset({"ref_logprobs"}))
-LEARNER = Stage("learner", needs=LEARNER_NEEDS | REFERENCE.provides, provides=frozenset())
+MIDDLE = [rollout_stage(greedy=False), reward_stage(["exact"]), REFERENCE]
+STAGES = [*MIDDLE, learner_stage(MIDDLE)]
 HOLDERS = {"rollout": 3, "reward": 2, "reference": 1, "learner": 1}
 
 
@@ -54,7 +54,7 @@ class LedgerMachine(RuleBasedStateMachine):
             max_in_flight_groups=50,
             lease_s=LEASE_S,
         )
-        self.ledger = Ledger([ROLLOUT, reward_stage(["exact"]), REFERENCE, LEARNER], self.policy)
+        self.ledger = Ledger(STAGES, self.policy)
         self.now = 0.0
         self.holds = {f"rollout-{i}": 0 for i in range(HOLDERS["rollout"])}
         self.grants = []  # every lease ever given, with the version of the weights that its holder had
@@ -176,7 +176,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before, version = self.ledger, self.ledger.version
         state = msgpack.unpackb(msgpack.packb(before.state()))
         entries = [Entry(e.group, e.number, e.admitted_at, e.turn) for e in before._entries.values()]
-        self.ledger = Ledger([ROLLOUT, reward_stage(["exact"]), REFERENCE, LEARNER], self.policy)
+        self.ledger = Ledger(STAGES, self.policy)
         last_batch = [group.group_id for group in self.batches.get(version, [])]
         self.ledger.restore(state, [e for e in entries if e.group.lane == "train"], last_batch)
         self.gone.update(e.group.group_id for e in entries if e.group.lane == "eval")
@@ -284,7 +284,7 @@ def test_a_run_whose_workers_go_on_failing_still_reaches_its_last_version(on_sta
         max_in_flight_groups=50,
         lease_s=LEASE_S,
     )
-    ledger = Ledger([ROLLOUT, reward_stage(["exact"]), REFERENCE, LEARNER], policy)
+    ledger = Ledger(STAGES, policy)
     working = []
     for _ in range(3000):
         for _ in range(ledger.room()):

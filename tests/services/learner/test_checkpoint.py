@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.learner.checkpoint import Checkpoints, restore
-from services.learner.hf import HFBackend
+from services.compute.checkpoint import Checkpoints, restore
+from services.compute.hf import HFBackend
 from services.learner.trainer import Trainer
-from shared.algorithms import GRPO
+from shared.algorithms.grpo import GRPO
 from shared.config import Checkpoint, load_config
 from shared.errors import DataError
 
-from .conftest import make_config, make_group
+from ..conftest import make_config, make_group
 
 
 def steps(trainer, seeds) -> None:

@@ -11,12 +11,12 @@ import torch
 
 from services.learner import trainer as trainer_module
 from services.learner.batch import step_batch
-from shared.algorithms import GRPO
+from shared.algorithms.grpo import GRPO
 from shared.algorithms.losses import AGGREGATIONS
 from shared.errors import DriftError, SelfCheckError, StrettoError
 from shared.group import RewardStatus
 
-from .conftest import make_group
+from ..conftest import make_config, make_group
 
 
 def gradients(trainer, groups) -> torch.Tensor:
@@ -45,21 +45,23 @@ def test_the_gradient_is_the_same_however_a_step_is_split(new_trainer, aggregati
 
 def test_a_group_of_equal_rewards_adds_nothing_but_counts_in_the_denominator():
     equal = make_group(5, rewards=[0.3] * 4)
-    batch = step_batch([make_group(1), equal], GRPO(), 0, 12)
+    batch = step_batch([make_group(1), equal], GRPO(), make_config(), 0, {})
     assert [group.group_id for group in batch.groups] == ["g1"]
-    assert batch.whole.tokens == sum(len(make_group(seed).columns["tokens"]) for seed in (1, 5))
-    assert batch.whole.samples == 8
+    assert batch.parts[0].whole.tokens == sum(len(make_group(seed).columns["tokens"]) for seed in (1, 5))
+    assert batch.parts[0].whole.samples == 8
 
 
 def test_leaving_out_a_group_of_equal_rewards_changes_no_gradient(new_trainer, monkeypatch):
     groups = [make_group(1), make_group(5, rewards=[0.3] * 4)]
     left_out = gradients(new_trainer(), groups)
 
-    def keep_all(groups, algorithm, version, max_tokens):
-        batch = step_batch(groups, algorithm, version, max_tokens)
-        alone = step_batch([make_group(5)], algorithm, version, max_tokens).groups[0]
-        kept = replace(alone, advantages=np.zeros(4))
-        return replace(batch, groups=[*batch.groups, kept])
+    def keep_all(groups, *args):
+        batch = step_batch(groups, *args)
+        alone = step_batch([make_group(5)], *args).groups[0]
+        zeros = [np.zeros(len(tokens)) for tokens in alone.tokens]
+        kept = replace(alone, columns=alone.columns | {"advantages": zeros})
+        (part,) = batch.parts
+        return replace(batch, parts=[replace(part, groups=[*part.groups, kept])])
 
     monkeypatch.setattr(trainer_module, "step_batch", keep_all)
     kept_in = gradients(new_trainer(), groups)
@@ -69,19 +71,22 @@ def test_leaving_out_a_group_of_equal_rewards_changes_no_gradient(new_trainer, m
 def test_a_sample_without_a_valid_reward_leaves_baseline_and_loss():
     group = make_group(1, rewards=[0.0, 1.0, 9.0, 1.0])
     group.columns["reward_status"][2] = RewardStatus.INVALID
-    batch = step_batch([group], GRPO(), 0, 12)
+    batch = step_batch([group], GRPO(), make_config(), 0, {})
     assert len(batch.groups[0].tokens) == 3
-    np.testing.assert_allclose(batch.groups[0].advantages.sum(), 0, atol=1e-12)
-    assert batch.whole.samples == 3
+    advantages = [part[0] for part in batch.groups[0].columns["advantages"]]
+    np.testing.assert_allclose(sum(advantages), 0, atol=1e-12)
+    assert batch.parts[0].whole.samples == 3
     assert batch.metrics["reward/invalid"] == 0.25
     assert batch.metrics["reward/equal_groups"] == 0
-    assert batch.metrics["advantage/abs_mean"] == pytest.approx(np.abs(batch.groups[0].advantages).mean())
+    assert batch.metrics["advantage/abs_mean"] == pytest.approx(
+        np.abs(np.concatenate(batch.groups[0].columns["advantages"])).mean()
+    )
     assert batch.metrics["reward/mean"] == pytest.approx(2 / 3)
 
 
 def test_staleness_is_weighted_by_tokens():
     old, new = make_group(1, versions=3), make_group(2, versions=5)
-    metrics = step_batch([old, new], GRPO(), 5, 12).metrics
+    metrics = step_batch([old, new], GRPO(), make_config(), 5, {}).metrics
     counts = [len(g.columns["tokens"]) for g in (old, new)]
     assert metrics["staleness/mean"] == pytest.approx(2 * counts[0] / sum(counts))
     assert metrics["staleness/max"] == 2
@@ -211,12 +216,11 @@ def test_a_loss_that_is_not_finite_names_its_groups(new_trainer):
 
 def with_own_logprobs(trainer, group, shift: float = 0.0):
     """The group with the log-probs that the trainer's own policy gives its tokens."""
-    from services.learner.batch import GroupBatch
-    from services.learner.packing import micro_batches, pack
+    from services.compute.packing import GroupBatch, micro_batches, pack
 
-    tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
+    tokens, mask = group.samples("tokens"), group.samples("loss_mask")
     n = len(tokens)
-    batch = GroupBatch("g", group.columns["prompt_tokens"], tokens, logprobs, mask, np.ones(n), np.zeros(n, dtype="i8"))
+    batch = GroupBatch("g", group.columns["prompt_tokens"], tokens, mask, {}, np.zeros(n, dtype="i8"))
     (rows,) = micro_batches([batch], 10_000)
     with torch.no_grad():
         own, _ = trainer.backend.logprobs(pack(rows), 1.0)

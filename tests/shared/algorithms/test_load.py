@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.algorithms import GRPO, load_algorithm
+from shared.algorithms import load_algorithm
+from shared.algorithms.grpo import GRPO
 from shared.config import Algorithm as AlgorithmConfig
 from shared.config import parse_config
 from shared.errors import ConfigError
@@ -15,8 +16,8 @@ from shared.algorithms import Algorithm
 class Mine(Algorithm):
     scale: float = 2.0
 
-    def advantages(self, rewards):
-        return self.scale * (rewards - rewards.max())
+    def advantages(self, group):
+        return self.scale * (group.rewards - group.rewards.max())
 
     def loss(self, batch):
         return -batch.advantages * batch.logprobs, {}
@@ -38,7 +39,7 @@ def test_an_own_algorithm_is_loaded_from_its_file(tmp_path):
     [
         ({"name": "grop"}, "'grop' is neither a preset .grpo"),
         ({"name": "os.path:join"}, "neither a preset"),
-        ({"name": "grpo", "clip": 0.2}, "algorithm.clip: .* has the settings aggregation, clip_low, clip_high"),
+        ({"name": "grpo", "clip": 0.2}, "algorithm.clip: .* has the settings aggregation, .*, clip_low, clip_high"),
         ({"name": "grpo", "clip_low": -1}, "algorithm.clip_low: .*greater than 0"),
     ],
 )

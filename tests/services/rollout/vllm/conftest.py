@@ -105,7 +105,7 @@ async def swap_while_it_speaks(pair: Pair) -> None:
 
 
 async def make_pair(model: Path, *, stage: bool, **settings) -> Pair:
-    from services.learner.hf import HFBackend
+    from services.compute.hf import HFBackend
     from services.rollout.vllm.engine import VllmEngine
 
     backend = HFBackend.load(str(model), Learner(dtype="float32"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shared.config import Learner
+from shared.config import Training
 
 
 class Optimizer:
@@ -16,23 +16,23 @@ class Optimizer:
     total_steps: where the schedule ends. steps: schedule steps taken, those without a gradient included.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], learner: Learner, total_steps: int) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], training: Training, total_steps: int) -> None:
         self._parameters = parameters
-        self._learner = learner
+        self._training = training
         self._total_steps = total_steps
         self.steps = 0
         self.adamw = torch.optim.AdamW(
             list(parameters.values()),
-            lr=learner.lr,
-            betas=learner.betas,
-            eps=learner.eps,
-            weight_decay=learner.weight_decay,
+            lr=training.lr,
+            betas=training.betas,
+            eps=training.eps,
+            weight_decay=training.weight_decay,
             fused=True,
         )
 
     def step(self) -> torch.Tensor:
         """Clip, step, and clear the gradients; returns the gradient norm before clipping, a scalar tensor."""
-        limit = math.inf if self._learner.clip_norm is None else self._learner.clip_norm
+        limit = math.inf if self._training.clip_norm is None else self._training.clip_norm
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit, foreach=True)
         self.adamw.param_groups[0]["lr"] = self.lr
         self.adamw.step()
@@ -46,15 +46,15 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self._learner.lr * schedule(self._learner, self.steps, self._total_steps)
+        return self._training.lr * schedule(self._training, self.steps, self._total_steps)
 
 
-def schedule(learner: Learner, step: int, total_steps: int) -> float:
+def schedule(training: Training, step: int, total_steps: int) -> float:
     """Share of the highest learning rate at a step, counted from 0: a linear warm-up, then the schedule down to 0."""
-    if step < learner.warmup_steps:
-        return (step + 1) / learner.warmup_steps
-    done = (step - learner.warmup_steps) / max(total_steps - learner.warmup_steps, 1)
-    match learner.schedule:
+    if step < training.warmup_steps:
+        return (step + 1) / training.warmup_steps
+    done = (step - training.warmup_steps) / max(total_steps - training.warmup_steps, 1)
+    match training.schedule:
         case "linear":
             return max(1.0 - done, 0.0)
         case "cosine":

@@ -1,6 +1,6 @@
 """Checkpoints: the model as a Hugging Face folder, with optimizer, schedule, RNG, version and config beside it.
 
-The learner service saves and restores them.
+The services that train save and restore them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from services.learner.hf import HFBackend
-from services.learner.trainer import Trainer
-from shared.algorithms import load_algorithm
+from services.compute.optimizer import Optimizer
 from shared.config import Checkpoint, RunConfig, dump_config
 from shared.errors import DataError
 
@@ -27,6 +25,28 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 CONFIG_FILE = "run.yaml"
 
 
+class Model(Protocol):
+    """What a checkpoint needs of a model."""
+
+    parameters: dict[str, torch.Tensor]
+
+    def save(self, folder: Path) -> None:
+        """Write it as a Hugging Face folder."""
+
+
+class Trained(Protocol):
+    """What is saved and restored. state: numbers that are carried from step to step."""
+
+    config: RunConfig
+    version: int
+    state: dict[str, float]
+    optimizer: Optimizer
+
+    @property
+    def backend(self) -> Model:
+        """The model."""
+
+
 class Checkpoints:
     """The checkpoints of a run, `folder/checkpoint-<version>`: the newest `keep_last` and each `keep_every`th."""
 
@@ -34,7 +54,7 @@ class Checkpoints:
         self.folder = folder
         self._keep = keep
 
-    def save(self, trainer: Trainer, lineage: int) -> Path:
+    def save(self, trainer: Trained, lineage: int) -> Path:
         """Write a checkpoint aside, rename it, and delete those that are too old. Returns its folder."""
         target = self.folder / f"checkpoint-{trainer.version}"
         aside = self.folder / f".checkpoint-{trainer.version}.partial"
@@ -48,6 +68,7 @@ class Checkpoints:
             "version": trainer.version,
             "lineage": lineage,
             "schedule_steps": trainer.optimizer.steps,
+            "state": trainer.state,
         }
         (aside / STATE_FILE).write_text(json.dumps(state, indent=1))
         (aside / CONFIG_FILE).write_text(dump_config(trainer.config))
@@ -93,17 +114,7 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def load_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None) -> Trainer:
-    """The trainer of a run, at the version of a checkpoint or, without one, at version 0. Raises DataError."""
-    model = config.model if checkpoint is None else str(checkpoint)
-    backend = HFBackend.load(model, config.learner, tokenizer=config.tokenizer)
-    trainer = Trainer(config, backend, load_algorithm(config.algorithm), total_steps=total_steps)
-    if checkpoint is not None:
-        restore(checkpoint, trainer)
-    return trainer
-
-
-def restore(checkpoint: Path, trainer: Trainer) -> None:
+def restore(checkpoint: Path, trainer: Trained) -> None:
     """Give a trainer, whose backend was loaded from this checkpoint, the rest of its state.
 
     Raises DataError where something is missing or belongs to another model or format.
@@ -120,6 +131,7 @@ def restore(checkpoint: Path, trainer: Trainer) -> None:
     except KeyError as missing:
         raise DataError(f"the checkpoint {checkpoint} lacks {missing}; resume from an older one") from None
     trainer.version, trainer.optimizer.steps = version, schedule_steps
+    trainer.state = trainer.state | state.get("state", {})
     torch.set_rng_state(rng)
     adamw = trainer.optimizer.adamw
     for name, parameter in trainer.backend.parameters.items():
@@ -136,7 +148,7 @@ def restore(checkpoint: Path, trainer: Trainer) -> None:
 _KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def _optimizer_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _optimizer_tensors(trainer: Trained) -> dict[str, torch.Tensor]:
     state: Any = trainer.optimizer.adamw.state
     tensors = {
         f"{key}.{name}": state[parameter][key].contiguous()

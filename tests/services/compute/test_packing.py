@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.learner.batch import GroupBatch
-from services.learner.packing import micro_batches, pack
+from services.compute.packing import GroupBatch, micro_batches, pack
 
 
 def group_of(prompt: int, lengths: list[int], seed: int = 0) -> GroupBatch:
@@ -19,9 +18,8 @@ def group_of(prompt: int, lengths: list[int], seed: int = 0) -> GroupBatch:
         group_id="g",
         prompt=random.integers(0, 256, prompt).astype("i4"),
         tokens=tokens,
-        logprobs=[np.zeros(n, dtype="f4") for n in lengths],
         mask=[np.ones(n, dtype=bool) for n in lengths],
-        advantages=np.arange(1.0, len(lengths) + 1),
+        columns={"number": [np.full(n, i + 1.0) for i, n in enumerate(lengths)]},
         lags=np.arange(len(lengths)),
     )
 
@@ -88,7 +86,7 @@ def test_packed_log_probs_are_those_of_each_sample_alone(backend, budget):
 
 
 def test_chunked_logits_give_the_same_log_probs_and_gradients(backend, monkeypatch):
-    from services.learner import hf
+    from services.compute import hf
 
     (rows,) = micro_batches([group_of(6, [9, 4, 7])], 1000)
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.learner.hf import HFBackend
+from services.compute.hf import HFBackend
 from services.learner.trainer import Trainer
-from shared.algorithms import GRPO, Algorithm
+from shared.algorithms import Algorithm
+from shared.algorithms.grpo import GRPO
 from shared.config import RunConfig, parse_config
 from shared.group import Prompt, RewardStatus, TrajectoryGroup, ragged
 

@@ -5,11 +5,27 @@ Letters: R rows, S length of the longest row, K tokens of all samples in the row
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from services.learner.batch import GroupBatch
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """Samples of one group, as they go through a model.
+
+    prompt: [P] int32; tokens, mask: one array a sample ([T_i] int32, bool); columns: what else there is of each token,
+    by name, one float array [T_i] a sample; lags: [n] int64, versions by which the learner is ahead of the weights that
+    began a sample.
+    """
+
+    group_id: str
+    prompt: np.ndarray
+    tokens: list[np.ndarray]
+    mask: list[np.ndarray]
+    columns: dict[str, list[np.ndarray]]
+    lags: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +47,8 @@ class PackedRows:
 
     ids, positions: [R, S] int64, padded with 0; segment: [R, S] int32: −1 padding, 0 prompt, i ≥ 1 the i-th sample of
     the row. source: [K] int64, flat index (row · S + column) of the token whose output predicts each sample token;
-    target: [K] int64; logprobs: [K] float32 behaviour log-probs; advantages: [K] float32; sample: [K] int64;
-    lag: [K] int64, the lag of the token's sample (batch.GroupBatch); mask: [K] bool; n_samples: samples in all rows.
+    target: [K] int64; sample: [K] int64, index of the token's sample; lag: [K] int64, the lag of the token's sample;
+    mask: [K] bool; columns: [K] float32 each, those of the groups; n_samples: samples in all rows.
     """
 
     ids: np.ndarray
@@ -40,11 +56,10 @@ class PackedRows:
     segment: np.ndarray
     source: np.ndarray
     target: np.ndarray
-    logprobs: np.ndarray
-    advantages: np.ndarray
     sample: np.ndarray
     lag: np.ndarray
     mask: np.ndarray
+    columns: dict[str, np.ndarray]
     n_samples: int
 
     def attention(self) -> np.ndarray:
@@ -110,7 +125,7 @@ def pack(rows: list[Row]) -> PackedRows:
             source.append(r * width + np.r_[len(prompt) - 1, np.arange(inner.start, inner.stop)])
             sample.append(np.full(len(tokens), n_samples))
             end, n_samples = inner.stop, n_samples + 1
-    chosen = [(row.group, i) for row in rows for i in row.samples]
+    chosen = list(samples_of(rows))
     lengths = [len(group.tokens[i]) for group, i in chosen]
     return PackedRows(
         ids=ids,
@@ -118,10 +133,24 @@ def pack(rows: list[Row]) -> PackedRows:
         segment=segment,
         source=np.concatenate(source).astype("i8"),
         target=np.concatenate([group.tokens[i] for group, i in chosen]).astype("i8"),
-        logprobs=np.concatenate([group.logprobs[i] for group, i in chosen]).astype("f4"),
-        advantages=np.repeat([group.advantages[i] for group, i in chosen], lengths).astype("f4"),
         sample=np.concatenate(sample).astype("i8"),
         lag=np.repeat([group.lags[i] for group, i in chosen], lengths),
         mask=np.concatenate([group.mask[i] for group, i in chosen]),
+        columns={
+            name: np.concatenate([group.columns[name][i] for group, i in chosen]).astype("f4")
+            for name in chosen[0][0].columns
+        },
         n_samples=n_samples,
     )
+
+
+def samples_of(rows: Sequence[Row]) -> Iterator[tuple[GroupBatch, int]]:
+    """The samples in rows, in the order of their tokens in the packed arrays."""
+    return ((row.group, i) for row in rows for i in row.samples)
+
+
+def unpack(rows: Sequence[Row], values: np.ndarray) -> Iterator[tuple[GroupBatch, int, np.ndarray]]:
+    """What a model made of the packed tokens ([K]), sample by sample: its group, its index there, and its [T_i]."""
+    ends = np.cumsum([len(group.tokens[i]) for group, i in samples_of(rows)])
+    for (group, i), part in zip(samples_of(rows), np.split(values, ends[:-1]), strict=True):
+        yield group, i, part

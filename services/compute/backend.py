@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.learner.packing import PackedRows
+from services.compute.packing import PackedRows
 
 
 class Backend(Protocol):
@@ -21,7 +21,7 @@ class Backend(Protocol):
     parameters: dict[str, torch.Tensor]
 
     def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the samples' tokens ([K] float32, with gradient) and entropies ([K] float32, without)."""
+        """Log-probs of the samples' tokens and entropies there, [K] float32 each, with gradient."""
 
     def collect_gradients(self) -> None:
         """Add the gradients of the compute weights to those of the masters, and clear them."""

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
-from services.learner.hf import HFBackend
-from services.learner.packing import micro_batches, pack
+from services.compute.hf import HFBackend
+from services.compute.packing import micro_batches, pack
 from shared.errors import DataError
 
-from .conftest import make_config
+from ..conftest import make_config
 from .test_packing import group_of
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.learner.optimizer import Optimizer, schedule
+from services.compute.optimizer import Optimizer, schedule
 
-from .conftest import make_config
+from ..conftest import make_config
 
 
 def learner(**settings):

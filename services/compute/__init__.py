@@ -1,0 +1,1 @@
+"""What the services that compute with a model share: packing, the model itself, log-probs, the optimizer."""

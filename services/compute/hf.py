@@ -1,0 +1,240 @@
+"""Hugging Face models as they are, for one process: the policy that is trained, the reference, and critics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from services.compute.logprobs import token_logprobs
+from services.compute.packing import PackedRows
+from shared.config import Training
+from shared.errors import DataError
+
+LOGIT_CHUNK = 1024
+"""Positions whose logits exist at once: [LOGIT_CHUNK, vocabulary] float32 is the largest tensor of a step."""
+
+EAGER_SCORES = 1 << 18
+"""[R, S, S] attention scores up to which plain attention is used: on CPU it is three times faster for short rows."""
+
+LOGITS_TOLERANCE = 0.1
+"""Log-prob difference, well above rounding, between the model's own logits and those that the learner computes."""
+
+PROBE_TEXT = (
+    "Weights flow one way: from the learner, which trains them, to the rollouts, which generate with them. "
+    "This sentence is scored by both sides, and both must get the same numbers. "
+)
+
+
+class HFModel:
+    """A model with float32 masters and compute weights in a dtype of its own; or frozen, with compute weights alone.
+
+    parameters: as of backend.Backend; none where it is frozen.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, training: Training | None, *, dtype: str = "float32") -> None:
+        """model: in float32, its weights become the masters; with `training` None in `dtype`, and frozen."""
+        self._model = model.eval()  # without dropout: with it, learner and engine would be different policies
+        self._tokenizer = tokenizer
+        self._dtype: torch.dtype = getattr(torch, dtype if training is None else training.dtype)
+        self._owners = {name: _owner(model, name) for name, _ in model.named_parameters()}
+        self._tied = _tied_places(model, self._owners)
+        self.parameters: dict[str, torch.Tensor] = {}
+        if training is None:
+            return
+        self.parameters = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+        self.use_snapshot(None)
+        if training.gradient_checkpointing:
+            _checkpoint_gradients(model)
+
+    def hidden(self, rows: PackedRows) -> torch.Tensor:
+        """[K, D] hidden states of the tokens that predict those of the samples, in the compute dtype."""
+        n_rows, width = rows.ids.shape
+        self._model.set_attn_implementation("eager" if n_rows * width**2 <= EAGER_SCORES else "sdpa")
+        mask = torch.from_numpy(rows.attention())[:, None]
+        bias = torch.zeros(mask.shape, dtype=self._dtype).masked_fill_(~mask, torch.finfo(self._dtype).min)
+        hidden: torch.Tensor = self._model.base_model(
+            input_ids=torch.from_numpy(rows.ids),
+            position_ids=torch.from_numpy(rows.positions),
+            attention_mask=bias,
+            use_cache=False,
+        ).last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(rows.source)]
+
+    def collect_gradients(self) -> None:
+        """Add the gradients of the compute weights to those of the masters, and clear them."""
+        for name, (module, attribute) in self._owners.items():
+            weight = module._parameters[attribute]
+            if weight is None or weight.grad is None:
+                continue
+            master = self.parameters[name]
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad += weight.grad
+            weight.grad = None
+
+    def use_snapshot(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Compute with these tensors from now on; without a copy where the dtype is that of the compute weights."""
+        if tensors is None or any(tensor.dtype != self._dtype for tensor in tensors.values()):
+            # Parameters are cast one by one: `model.to(bfloat16)` would cast the rotary frequencies too.
+            tensors = {name: master.detach().to(self._dtype, copy=True) for name, master in self.parameters.items()}
+        for name, (module, attribute) in self._owners.items():
+            module._parameters[attribute] = torch.nn.Parameter(tensors[name])
+        for (module, attribute), name in self._tied:
+            owner, owner_attribute = self._owners[name]
+            module._parameters[attribute] = owner._parameters[owner_attribute]
+
+    def save(self, folder: Path) -> None:
+        """Write the masters as a Hugging Face folder in float32, tokenizer included."""
+        self._model.save_pretrained(folder, state_dict={name: m.detach() for name, m in self.parameters.items()})
+        self._tokenizer.save_pretrained(folder)
+
+
+class HFBackend(HFModel):
+    """A causal LM; see backend.Backend."""
+
+    @classmethod
+    def load(cls, folder: str, training: Training, *, tokenizer: str | None = None) -> HFBackend:
+        """The model in `folder` (or of that name), to be trained.
+
+        Raises DataError where model or tokenizer cannot be loaded, or the model makes more of its hidden states than
+        the learner knows.
+        """
+        backend = cls(*_load(AutoModelForCausalLM, folder, tokenizer, "float32")[:2], training)
+        backend._check(folder)
+        return backend
+
+    @classmethod
+    def frozen(cls, folder: str, dtype: str, *, tokenizer: str | None = None) -> HFBackend:
+        """The same, for its log-probs alone: without masters."""
+        backend = cls(*_load(AutoModelForCausalLM, folder, tokenizer, dtype)[:2], None, dtype=dtype)
+        backend._check(folder)
+        return backend
+
+    @torch.no_grad()
+    def _check(self, folder: str) -> None:
+        """Raise DataError where the model makes more of its hidden states than `_chunk_logprobs` does."""
+        tokens = self.probe_tokens(8)
+        logits = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+        theirs, _ = token_logprobs(logits, torch.tensor(tokens[1:]), 1.0)
+        difference = float((torch.from_numpy(self.score(tokens)) - theirs).abs().max())
+        if not difference <= LOGITS_TOLERANCE:
+            raise DataError(
+                f"the model {folder} ({type(self._model).__name__}) gives other log-probs than its lm_head alone, by "
+                f"{difference:.3g}: it scales its logits in a way that the learner does not know, or its weights are "
+                "not finite. Train another model"
+            )
+
+    def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the samples' tokens and entropies there, [K] float32 each, with gradient."""
+        return self._token_logprobs(self.hidden(rows), torch.from_numpy(rows.target), temperature)
+
+    def _token_logprobs(
+        self, hidden: torch.Tensor, target: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies at [K, D] hidden states, the logits of a chunk recomputed in the backward pass."""
+        if len(hidden) <= LOGIT_CHUNK:
+            return self._chunk_logprobs(hidden, target, temperature)
+        parts = [
+            checkpoint(self._chunk_logprobs, h, t, temperature, use_reentrant=False)
+            for h, t in zip(torch.split(hidden, LOGIT_CHUNK), torch.split(target, LOGIT_CHUNK), strict=True)
+        ]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    def _chunk_logprobs(
+        self, hidden: torch.Tensor, target: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._model.lm_head(hidden)
+        softcap: float | None = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return token_logprobs(logits, target, temperature)
+
+    @torch.no_grad()
+    def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Cast the masters into the tensors of a snapshot."""
+        for name, master in self.parameters.items():
+            tensors[name].copy_(master)
+
+    @torch.no_grad()
+    def score(self, tokens: list[int]) -> np.ndarray:
+        """[T-1] float32 log-probs of tokens[1:] at temperature 1."""
+        ids = torch.tensor([tokens])
+        self._model.set_attn_implementation("sdpa")  # as the engine scores: in bfloat16 another kernel rounds otherwise
+        hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        return self._chunk_logprobs(hidden, ids[0, 1:], 1.0)[0].numpy()
+
+    def probe_tokens(self, length: int) -> list[int]:
+        """Token ids of a fixed text, `length` of them."""
+        ids: list[int] = self._tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+        return (ids * (length // len(ids) + 1))[:length]
+
+
+class HFCritic(HFModel):
+    """A value model: any backbone with a head of one output (a token classifier with one label)."""
+
+    @classmethod
+    def load(cls, folder: str, training: Training, *, tokenizer: str | None = None) -> HFCritic:
+        """The model in `folder` (or of that name). The head of a reward model is kept; a new one is 0 for all states.
+
+        Raises DataError where it cannot be loaded.
+        """
+        model, words, missing = _load(AutoModelForTokenClassification, folder, tokenizer, "float32", num_labels=1)
+        critic = cls(model, words, training)
+        for name in missing & {"score.weight", "score.bias", "classifier.weight", "classifier.bias"}:
+            torch.nn.init.zeros_(critic.parameters[name])
+        critic.use_snapshot(None)
+        return critic
+
+    def values(self, rows: PackedRows) -> torch.Tensor:
+        """[K] float32 value of the state before each token of the samples, with gradient."""
+        head = self._model.score if hasattr(self._model, "score") else self._model.classifier
+        bias = None if head.bias is None else head.bias.float()
+        return torch.nn.functional.linear(self.hidden(rows).float(), head.weight.float(), bias)[:, 0]
+
+
+def _load(kind: Any, folder: str, tokenizer: str | None, dtype: str, **changes: Any) -> tuple[Any, Any, set[str]]:
+    """Model, tokenizer, and the names of parameters that the files lack. Raises DataError."""
+    try:
+        model, found = kind.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", output_loading_info=True, **changes
+        )
+        words = AutoTokenizer.from_pretrained(tokenizer or folder)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot load the model {folder}: {str(error).splitlines()[0]}") from None
+    return model, words, set(found["missing_keys"])
+
+
+def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The module and attribute where the parameter `name` lives."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _checkpoint_gradients(model: Any) -> None:
+    """Recompute each layer in the backward pass. A layer does so in training mode only; what is in it stays in eval."""
+    model.gradient_checkpointing_enable()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def _tied_places(
+    model: torch.nn.Module, owners: Mapping[str, tuple[torch.nn.Module, str]]
+) -> list[tuple[tuple[torch.nn.Module, str], str]]:
+    """Places that hold a parameter which lives elsewhere too, with the name it goes by (a tied lm_head)."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places = [
+        ((module, attribute), names[id(parameter)])
+        for module in model.modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    return [(place, name) for place, name in places if place != owners[name]]

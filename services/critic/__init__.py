@@ -1,0 +1,1 @@
+"""The value models: they value states for the learner, and learn from its returns."""

@@ -1,0 +1,1 @@
+"""The frozen policy that the KL is measured to."""
