@@ -8,12 +8,9 @@ from .conftest import read_lines
 
 COSTLY = """
 from shared.algorithms.grpo import GRPO
-from shared.graph import LEARNER_NEEDS, ROLLOUT, Stage, cost_stage, reward_stage
 
 class Costly(GRPO):
-    def stages(self, config):
-        scoring = [reward_stage(s.name for s in config.reward.signals), cost_stage(s.name for s in config.cost.signals)]
-        return [ROLLOUT, *scoring, Stage("learner", LEARNER_NEEDS | {"costs", "cost_status"}, frozenset())]
+    uses_costs = True
 """
 
 

@@ -214,6 +214,5 @@ def test_the_services_die_with_a_launcher_that_is_killed(make: Make, tmp_path: P
 def test_costs_are_scored_by_services_of_their_own(tmp_path: Path) -> None:
     tree = config_of(tmp_path).model_dump()
     assert launcher.instances(parse_config(tree)) == ["broker", "broadcaster", "rollout-0", "reward-0", "learner"]
-    tree["cost"] = {"replicas": 2, "signals": [{"name": "harm", "function": "length"}]}
-    names = launcher.instances(parse_config(tree))
-    assert names == ["broker", "broadcaster", "rollout-0", "reward-0", "cost-0", "cost-1", "learner"]
+    tree |= {"algorithm": "safe_rlhf", "cost": {"replicas": 2, "signals": [{"name": "harm", "function": "length"}]}}
+    assert {"cost-0", "cost-1"} <= set(launcher.instances(parse_config(tree)))

@@ -66,17 +66,6 @@ def config_of(folder, *, rows=8, heldout=0, **settings):
     return parse_config(tree | settings)
 
 
-COSTLY = """
-from shared.algorithms.grpo import GRPO
-from shared.graph import cost_stage
-
-class Costly(GRPO):
-    def stages(self, config):
-        *scored, learner = super().stages(config)
-        return [*scored, cost_stage(signal.name for signal in config.cost.signals), learner]
-"""
-
-
 @asynccontextmanager
 async def running(config, folder):
     """A broker; at the end its run is drained if it still goes."""
@@ -396,15 +385,14 @@ async def test_a_fault_of_every_group_stops_the_run_with_its_words(tmp_path, col
 
 
 async def test_a_run_without_progress_names_the_stage_of_costs_where_it_has_one(tmp_path):
-    (tmp_path / "costly.py").write_text(COSTLY)
     config = config_of(
         tmp_path,
-        algorithm=f"{tmp_path}/costly.py:Costly",
+        algorithm="safe_rlhf",
         cost={"signals": [{"name": "harm", "function": "length"}]},
         broker={"progress_s": 0.05, "heartbeat_s": 0.05},
     )
     async with running(config, tmp_path) as (_, _, task):
-        with pytest.raises(RunStopped, match="no rollout and no reward and no cost and no learner and no broadcaster"):
+        with pytest.raises(RunStopped, match=r"no rollout and no reward and no cost and .* and no learner"):
             await task
 
 
