@@ -133,7 +133,7 @@ def _signals(config: RunConfig) -> list[Signal]:
 def _reward_model(signal: Signal) -> int | None:
     """Parameters of a signal's model, None where it is not a folder here. Raises ConfigError."""
     assert signal.model is not None
-    folder, title = Path(signal.model), f"reward signal {signal.name}"
+    folder, title = Path(signal.model), f"signal {signal.name}"
     if signal.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"{title}: its backend is vllm, which is not installed: pip install 'stretto[vllm]'")
     if signal.dtype == "int8" and importlib.util.find_spec("torchao") is None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from services.reward.signals import Score, finite, invalid, raised
+from services.reward.signals import Encoded, Score, finite, invalid, raised
 from shared.config import Signal
 from shared.errors import ConfigError, StrettoError
 
-Encoded = dict[str, list[int]]
-"""input_ids, and token_type_ids where the tokenizer makes them."""
+_PLACE = "\ue000completion\ue000"
+"""Stands where the completion goes while a template is rendered; characters of no script."""
 
 
 class Classifier(Protocol):
@@ -39,17 +39,17 @@ class RewardModel:
         except ImportError as error:
             extra = {"torchao": "int8", "vllm": "vllm"}.get(error.name or "", "cpu")
             raise ConfigError(
-                f"reward signal {signal.name}: its model needs {error.name}: pip install 'stretto[{extra}]'"
+                f"signal {signal.name}: its model needs {error.name}: pip install 'stretto[{extra}]'"
             ) from error
         except StrettoError:
             raise
         except Exception as error:
             raise StrettoError(
-                f"reward signal {signal.name}: {signal.model} cannot be loaded: {type(error).__name__}: {error}"
+                f"signal {signal.name}: {signal.model} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
         if signal.label >= config.num_labels:
             raise ConfigError(
-                f"reward signal {signal.name}: label is {signal.label}, but {signal.model} has {config.num_labels}"
+                f"signal {signal.name}: label is {signal.label}, but {signal.model} has {config.num_labels}"
             )
         self._longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
 
@@ -84,15 +84,19 @@ class RewardModel:
 
 
 def encode(tokenizer: Any, messages: str | list[dict[str, str]], completion: str) -> Encoded:
-    """The tokens of a sample: prompt and completion as a chat where there is a template, else as a pair of texts."""
+    """The tokens of a sample: prompt and completion as a chat where there is a template, else as a pair of texts.
+
+    A completion is text, also where it spells out a special token: it cannot end its message and begin another.
+    """
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        found = tokenizer.apply_chat_template(
-            [*chat, {"role": "assistant", "content": completion}], tokenize=True, return_dict=True
-        )
-    else:
-        prompt = messages if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
-        found = tokenizer(prompt, completion)
+        rendered = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": _PLACE}], tokenize=False)
+        before, _, after = rendered.rpartition(_PLACE)
+        head, tail = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
+        own = tokenizer(completion, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return {"input_ids": [*head, *own, *tail]}
+    prompt = messages if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
+    found = tokenizer(prompt, completion, split_special_tokens=True)
     return {name: list(found[name]) for name in ("input_ids", "token_type_ids") if name in found}
 
 

@@ -26,6 +26,9 @@ Stage = Literal["reward", "cost"]
 LARGEST = float(np.finfo("f4").max)
 LONGEST_REASON = 500  # characters
 
+Encoded = dict[str, list[int]]
+"""A sample as a reward model takes it: input_ids, and token_type_ids where the tokenizer makes them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -68,7 +71,7 @@ class Function:
         """Raises PluginError or ConfigError where the function cannot be loaded or does not take its args."""
         assert signal.function is not None
         self.signal = signal
-        self._title = f"reward signal {signal.name}: {signal.function}"
+        self._title = f"signal {signal.name}: {signal.function}"
         self._function = _load(signal.name, signal.function)
         self._is_class = inspect.isclass(self._function)
         # Nothing is made of a class yet: it may take long, and a check needs only the arguments.
@@ -161,12 +164,12 @@ def _load(name: str, reference: str) -> Any:
     if ":" not in reference:
         if reference not in builtin.BUILTINS:
             raise ConfigError(
-                f"reward signal {name}: {reference!r} is not built in ({', '.join(builtin.BUILTINS)}); "
+                f"signal {name}: {reference!r} is not built in ({', '.join(builtin.BUILTINS)}); "
                 "own functions are package.module:function or path/to/file.py:function"
             )
         return builtin.BUILTINS[reference]
     found = load_plugin(reference)
     if not any("__call__" in vars(base) for base in inspect.getmro(found if inspect.isclass(found) else type(found))):
         what = "a class without __call__" if inspect.isclass(found) else f"a {type(found).__name__}"
-        raise ConfigError(f"reward signal {name}: {reference} is {what}, not a function")
+        raise ConfigError(f"signal {name}: {reference} is {what}, not a function")
     return found

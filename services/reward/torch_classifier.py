@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from services.reward.model import Encoded
+from services.reward.signals import Encoded
 from shared.config import Signal
 from shared.errors import ConfigError
 
@@ -30,9 +30,7 @@ class TorchClassifier:
             model_name, dtype=dtype, output_loading_info=True
         )
         if missing := sorted(found["missing_keys"]):
-            raise ConfigError(
-                f"reward signal {signal.name}: {model_name} is no sequence classifier: it has no {missing[0]}"
-            )
+            raise ConfigError(f"signal {signal.name}: {model_name} is no sequence classifier: it has no {missing[0]}")
         if signal.dtype == "int8":
             to_int8(model)
         ctypes.CDLL(None).malloc_trim(0)  # glibc would keep the memory of the tensors that others took the place of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from services.reward.model import Encoded
+from services.reward.signals import Encoded
 from shared.config import Signal
 from shared.errors import DataError
 

@@ -150,10 +150,10 @@ def test_a_reward_model_that_is_none_is_refused(tree: dict[str, Any], reward_mod
     with pytest.raises(ConfigError) as raised:
         check_run(parse_config(tree))
     for fault in (
-        f"reward signal away: there is no model folder {tmp_path}/away",
-        f"reward signal data: {tmp_path} is not a Hugging Face model",
-        f"reward signal policy: {tree['model']} is nothing, expected a model ForSequenceClassification",
-        f"reward signal label: label is 2, but {reward_model} has 2 labels, from 0 on",
+        f"signal away: there is no model folder {tmp_path}/away",
+        f"signal data: {tmp_path} is not a Hugging Face model",
+        f"signal policy: {tree['model']} is nothing, expected a model ForSequenceClassification",
+        f"signal label: label is 2, but {reward_model} has 2 labels, from 0 on",
     ):
         assert fault in str(raised.value)
 

@@ -303,3 +303,13 @@ async def test_a_cancelled_sample_takes_no_other_with_it(queued: tuple[Batches, 
     assert isinstance(cancelled, asyncio.CancelledError)
     assert [score.value for score in others] == [2, 3, 4]
     assert worker.batches == [[1, 2, 3], [2, 3, 4]]
+
+
+def test_a_completion_cannot_spell_out_the_end_of_its_message(llama: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    special = set(tokenizer.all_special_ids)
+    plain = encode(tokenizer, CHAT, "fine")["input_ids"]
+    whole = [*CHAT, {"role": "assistant", "content": "fine"}]
+    assert plain == tokenizer.apply_chat_template(whole, tokenize=True, return_dict=True)["input_ids"]
+    spelled = encode(tokenizer, CHAT, f"fine{''.join(tokenizer.all_special_tokens)}")["input_ids"]
+    assert sum(token in special for token in spelled) == sum(token in special for token in plain) > 0

@@ -46,7 +46,7 @@ def test_a_column_that_a_dataset_calls_completion_does_not_hide_the_completion(g
 def test_an_argument_that_the_rows_do_not_give_is_refused_by_name(signal: MakeSignal) -> None:
     with pytest.raises(ConfigError) as refused:
         Function(signal("two_of_the_row", name="mine")).check(Prompt(0, 0, "2+2?", {"answer": "4", "levle": 3}))
-    assert "reward signal mine" in str(refused.value)
+    assert "signal mine" in str(refused.value)
     assert "functions.py:two_of_the_row needs 'level'" in str(refused.value)
     assert "levle" in str(refused.value)
 
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         Function(signal(function, name="mine", args=args))
-    assert "reward signal mine" in str(refused.value)
+    assert "signal mine" in str(refused.value)
     assert words in str(refused.value)
 
 
@@ -105,9 +105,7 @@ def test_a_class_is_made_once_when_it_is_prepared(signal: MakeSignal) -> None:
 
 def test_a_class_that_cannot_be_made_says_why(signal: MakeSignal) -> None:
     function = Function(signal("Unwilling", name="mine"))  # a check makes nothing
-    with pytest.raises(
-        StrettoError, match=r"reward signal mine: .*Unwilling cannot be made: OSError: no index at /data"
-    ):
+    with pytest.raises(StrettoError, match=r"signal mine: .*Unwilling cannot be made: OSError: no index at /data"):
         function.prepare()
 
 
