@@ -176,6 +176,7 @@ class Training(Section):
 class Learner(Training):
     """The service that trains the policy."""
 
+    ranks: Positive = Field(1, description="processes that share the policy (FSDP2), started by torchrun on this host")
     drift_warn: float | None = Field(
         None,
         gt=0,

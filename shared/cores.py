@@ -59,12 +59,14 @@ def niceness(instance: str, plan: dict[str, tuple[int, ...]]) -> int:
     return YIELDING if _service(instance) == "rollout" and shares else 0
 
 
-def process_environment(service: str, cores: tuple[int, ...], gpus: tuple[int, ...] | None = None) -> dict[str, str]:
+def process_environment(
+    service: str, cores: tuple[int, ...], gpus: tuple[int, ...] | None = None, processes: int = 1
+) -> dict[str, str]:
     """Environment variables for a process on these cores: as many threads, which sleep while they wait.
 
-    gpus: those that it may use; None: any.
+    gpus: those that it may use; None: any. processes: how many share the cores.
     """
-    threads = str(len(cores) if service in BUSY else 1)
+    threads = str(max(len(cores) // processes, 1) if service in BUSY else 1)
     visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     return visible | {
         "OMP_NUM_THREADS": threads,

@@ -193,7 +193,7 @@ def serve(
     insecure: Insecure = False,
 ) -> None:
     """Run one service of a run. All but the broker need only the broker's address."""
-    from services.process import run_service
+    from services.process import die_with, run_service
 
     _allow(insecure)
     name = instance or (service if service == "broker" else f"{service}-{os.getpid()}")
@@ -206,6 +206,12 @@ def serve(
         if address is None:
             raise ConfigError(f"serve {service} needs --broker (or STRETTO_BROKER): the broker's address")
         work = _service(service)(address, name)
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
+        die_with(os.getppid())  # torchrun, which gives each of its processes a session of its own
+    if rank > 0:
+        name = f"{name}-{rank}"
+        log_file = log_file and log_file.with_stem(f"{log_file.stem}-{rank}")
     sys.exit(run_service(service, name, work, log_file))
 
 

@@ -29,6 +29,7 @@ STOP_S = 20.0
 DRAIN_S = 300.0
 ANSWER_S = 10.0
 FIRST_PAUSE_S = 1.0
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 RESTARTS_IN_A_ROW = 5
 
 
@@ -154,11 +155,15 @@ class LocalRun:
         service = instance.rpartition("-")[0] or instance
         logs = self.folder / "logs"
         arguments = [*self._arguments(instance), "--log-file", str(logs / f"{instance}.jsonl")]
+        ranks = self._config.learner.ranks if service == "learner" else 1
+        program, cores = self._program, self._cores[instance]
+        if ranks > 1:
+            program = (*TORCHRUN, f"--nproc-per-node={ranks}", *program[1:])
         self._children[instance] = await Child.start(
             instance,
-            [*self._program, "serve", service, *arguments],
-            environment=process_environment(service, self._cores[instance], self._gpus.get(instance)),
-            cores=self._cores[instance],
+            [*program, "serve", service, *arguments],
+            environment=process_environment(service, cores, self._gpus.get(instance), processes=ranks),
+            cores=cores,
             niceness=niceness(instance, self._cores),
             output=logs / f"{instance}.out",
         )

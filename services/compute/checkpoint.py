@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from services.compute.optimizer import Optimizer
+from services.compute.optimizer import Optimizer, gathered, sharded_like
 from shared.config import Checkpoint, RunConfig, dump_config
 from shared.errors import DataError
 
@@ -62,7 +62,7 @@ class Checkpoints:
             shutil.rmtree(unfinished)
         aside.mkdir(parents=True)
         trainer.backend.save(aside)
-        save_file(_optimizer_tensors(trainer), aside / OPTIMIZER_FILE)
+        save_file(optimizer_tensors(trainer), aside / OPTIMIZER_FILE)
         state = {
             "format": FORMAT,
             "version": trainer.version,
@@ -140,7 +140,7 @@ def restore(checkpoint: Path, trainer: Trained) -> None:
             continue
         if len(found) < len(_KEYS) or any(found[key].shape != parameter.shape for key in ("exp_avg", "exp_avg_sq")):
             raise DataError(f"the optimizer state of {name} in {checkpoint} is not whole, or of another shape than it")
-        adamw.state[parameter] = found
+        adamw.state[parameter] = {key: sharded_like(tensor, parameter) for key, tensor in found.items()}
     if tensors:
         raise DataError(f"{checkpoint} holds optimizer state of {next(iter(tensors))}, which the model does not have")
 
@@ -148,10 +148,11 @@ def restore(checkpoint: Path, trainer: Trained) -> None:
 _KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def _optimizer_tensors(trainer: Trained) -> dict[str, torch.Tensor]:
+def optimizer_tensors(trainer: Trained) -> dict[str, torch.Tensor]:
+    """The optimizer's state by name, whole. Where ranks share a policy all of them call it."""
     state: Any = trainer.optimizer.adamw.state
     tensors = {
-        f"{key}.{name}": state[parameter][key].contiguous()
+        f"{key}.{name}": gathered(state[parameter][key]).contiguous()
         for name, parameter in trainer.backend.parameters.items()
         if parameter in state
         for key in _KEYS

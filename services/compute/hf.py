@@ -51,7 +51,7 @@ class HFModel:
         self.parameters = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
         self.use_snapshot(None)
         if training.gradient_checkpointing:
-            _checkpoint_gradients(model)
+            checkpoint_gradients(model)
 
     def hidden(self, rows: PackedRows) -> torch.Tensor:
         """[K, D] hidden states of the tokens that predict those of the samples, in the compute dtype."""
@@ -107,19 +107,19 @@ class HFBackend(HFModel):
         Raises DataError where model or tokenizer cannot be loaded, or the model makes more of its hidden states than
         the learner knows.
         """
-        backend = cls(*_load(AutoModelForCausalLM, folder, tokenizer, "float32")[:2], training)
-        backend._check(folder)
+        backend = cls(*load_model(AutoModelForCausalLM, folder, tokenizer, "float32")[:2], training)
+        backend.check(folder)
         return backend
 
     @classmethod
     def frozen(cls, folder: str, dtype: str, *, tokenizer: str | None = None) -> HFBackend:
         """The same, for its log-probs alone: without masters."""
-        backend = cls(*_load(AutoModelForCausalLM, folder, tokenizer, dtype)[:2], None, dtype=dtype)
-        backend._check(folder)
+        backend = cls(*load_model(AutoModelForCausalLM, folder, tokenizer, dtype)[:2], None, dtype=dtype)
+        backend.check(folder)
         return backend
 
     @torch.no_grad()
-    def _check(self, folder: str) -> None:
+    def check(self, folder: str) -> None:
         """Raise DataError where the model makes more of its hidden states than `_chunk_logprobs` does."""
         tokens = self.probe_tokens(8)
         logits = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
@@ -186,7 +186,7 @@ class HFCritic(HFModel):
 
         Raises DataError where it cannot be loaded.
         """
-        model, words, missing = _load(AutoModelForTokenClassification, folder, tokenizer, "float32", num_labels=1)
+        model, words, missing = load_model(AutoModelForTokenClassification, folder, tokenizer, "float32", num_labels=1)
         critic = cls(model, words, training)
         for name in missing & {"score.weight", "score.bias", "classifier.weight", "classifier.bias"}:
             torch.nn.init.zeros_(critic.parameters[name])
@@ -200,7 +200,7 @@ class HFCritic(HFModel):
         return torch.nn.functional.linear(self.hidden(rows).float(), head.weight.float(), bias)[:, 0]
 
 
-def _load(kind: Any, folder: str, tokenizer: str | None, dtype: str, **changes: Any) -> tuple[Any, Any, set[str]]:
+def load_model(kind: Any, folder: str, tokenizer: str | None, dtype: str, **changes: Any) -> tuple[Any, Any, set[str]]:
     """Model, tokenizer, and the names of parameters that the files lack. Raises DataError."""
     try:
         model, found = kind.from_pretrained(
@@ -218,7 +218,7 @@ def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
     return model.get_submodule(path), attribute
 
 
-def _checkpoint_gradients(model: Any) -> None:
+def checkpoint_gradients(model: Any) -> None:
     """Recompute each layer in the backward pass. A layer does so in training mode only; what is in it stays in eval."""
     model.gradient_checkpointing_enable()
     for module in model.modules():

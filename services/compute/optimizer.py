@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shared.config import Training
 
@@ -37,7 +38,7 @@ class Optimizer:
         self.adamw.param_groups[0]["lr"] = self.lr
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        return norm
+        return gathered(norm)
 
     def advance(self) -> None:
         """Move the schedule on by one update."""
@@ -47,6 +48,18 @@ class Optimizer:
     def lr(self) -> float:
         """Learning rate of the next step."""
         return self._training.lr * schedule(self._training, self.steps, self._total_steps)
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor of which this rank may have a shard. All ranks call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor that it has all of, cut as `other` is."""
+    if not isinstance(other, DTensor) or tensor.shape != other.shape:
+        return tensor
+    return distribute_tensor(tensor, other.device_mesh, other.placements)
 
 
 def schedule(training: Training, step: int, total_steps: int) -> float:

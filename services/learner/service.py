@@ -12,19 +12,18 @@ from typing import ParamSpec, TypeVar
 from protocol.codec import part_groups
 from protocol.messages import Checkpointed, Commit, Leased, LeaseRequest, Ok, Resume, Resumed
 from services.compute.checkpoint import Checkpoints
+from services.learner.crew import Crew
 from services.learner.critics import Critics
 from services.learner.publisher import Publisher
+from services.learner.rank import NO_PROMPT, follow
 from services.learner.trainer import load_trainer
 from services.member import Member
 from shared.algorithms import load_algorithm
 from shared.errors import DriftError, ProtocolError
-from shared.group import Prompt, TrajectoryGroup
+from shared.group import TrajectoryGroup
 from shared.log import log
 
 LONG_POLL_S = 5.0
-NO_PROMPT = Prompt(row=-1, epoch=-1, content="")
-"""The learner knows prompts as tokens alone."""
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -35,8 +34,9 @@ class LearnerService:
     Everything that computes runs in one thread of its own, the trainer thread.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, crew: Crew) -> None:
         self._member = member
+        self._crew = crew
         self._config = member.config
         self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints", self._config.checkpoint)
         self._saved_version = 0
@@ -66,7 +66,7 @@ class LearnerService:
     async def _start(self) -> None:
         """Load the model or the latest checkpoint, and publish the weights that the rollouts start with."""
         latest = self._checkpoints.latest()
-        self._trainer = await self._compute(load_trainer, self._config, self._member.total_steps, latest)
+        self._trainer = await self._compute(load_trainer, self._config, self._member.total_steps, latest, self._crew)
         if latest is not None or self._member.version > 0:
             self._saved_version = self._trainer.version
             resume = Resume(version=self._saved_version, location="" if latest is None else str(latest))
@@ -165,7 +165,14 @@ class LearnerService:
 
 
 async def serve(broker: str, instance: str) -> None:
-    """Run the learner until the run ends."""
+    """Run the learner until the run ends: as rank 0 of those that torchrun started, or as one of the others."""
+    crew = await asyncio.to_thread(Crew.join)
+    if crew.rank > 0:
+        await asyncio.to_thread(follow, crew)
+        return
     member = Member(broker, "learner", instance, stage="learner")
     await member.join()
-    await member.run(LearnerService(member).run)
+    try:
+        await member.run(LearnerService(member, crew).run)
+    finally:
+        crew.leave()

@@ -15,7 +15,8 @@ from services.compute.checkpoint import restore
 from services.compute.hf import HFBackend
 from services.compute.optimizer import Optimizer
 from services.compute.packing import GroupBatch, PackedRows, Row, micro_batches, pack, unpack
-from services.learner.batch import StepBatch, step_batch
+from services.learner.batch import Part, StepBatch, step_batch
+from services.learner.crew import Crew
 from shared.algorithms import Algorithm, load_algorithm
 from shared.algorithms.base import LossInput, State
 from shared.algorithms.losses import Denominators, aggregate, kl_k3, log_ratio
@@ -28,8 +29,12 @@ from shared.group import TrajectoryGroup
 class Trainer:
     """Updates a policy. version: number of updates so far; state: the algorithm's."""
 
-    def __init__(self, config: RunConfig, backend: Backend, algorithm: Algorithm, *, total_steps: int) -> None:
+    def __init__(
+        self, config: RunConfig, backend: Backend, algorithm: Algorithm, *, total_steps: int, crew: Crew | None = None
+    ) -> None:
+        """crew: where several ranks share the backend; all of them have a trainer, and call it alike."""
         self.config = config
+        self._crew = crew or Crew()
         self._algorithm = algorithm
         self.backend = backend
         self.optimizer = Optimizer(backend.parameters, config.learner, total_steps)
@@ -38,6 +43,7 @@ class Trainer:
 
     def prepare(self, groups: list[TrajectoryGroup]) -> StepBatch:
         """What the next update is made of, and what the critics may learn meanwhile."""
+        self._crew.tell("prepare", [group.columns for group in groups], names=[group.group_id for group in groups])
         return step_batch(groups, self._algorithm, self.config, self.version, self.state)
 
     def step(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
@@ -52,27 +58,34 @@ class Trainer:
         `learner.drift_stop`, and StrettoError where the loss is not finite; the weights are spoilt then and must not
         be used.
         """
+        self._crew.tell("update")
         started = time.perf_counter()
-        sums: dict[str, torch.Tensor] = {}
+        whole_sums: dict[str, torch.Tensor] = {}
         seconds: dict[str, float] = defaultdict(float)
         norms: list[float] = []
         parts = [part for part in batch.parts if part.groups]
-        if len(parts) > 1:
-            self._keep_old_logprobs(batch)
+        if len(parts) > 1 and self._algorithm.correction in ("decoupled", "mask"):
+            self._keep_old_logprobs(parts)
         for number, part in enumerate(parts):
             if number > 0:
                 self.backend.use_snapshot(None)  # compute with what the optimizer has made of the masters
+            sums: dict[str, torch.Tensor] = {}
             for rows in self._rows(part.groups):
+                if rows is None:
+                    self._idle()
+                    continue
                 packed = pack(rows)
                 logprobs = self._micro_batch(packed, part.whole, batch.state, sums, seconds)
                 if number == 0:  # later parts are computed with other weights than the engine's
                     _add(sums, _fresh_drift(packed, logprobs, batch.fresh_lag))
+            for measured in self._crew.gather({name: float(value) for name, value in sums.items()}):
+                _add(whole_sums, {name: torch.tensor(value) for name, value in measured.items()})
             if number == 0:
-                check_drift(_means(sums), self.version, self.config.learner.drift_stop)
+                check_drift(_means(whole_sums), self.version, self.config.learner.drift_stop)
             before = time.perf_counter()
             norms.append(float(self.optimizer.step()))
             seconds["time/optimizer_s"] += time.perf_counter() - before
-        metrics = batch.metrics | _means(sums) | {"lr": self.optimizer.lr}
+        metrics = batch.metrics | _means(whole_sums) | {"lr": self.optimizer.lr}
         metrics["loss"] /= max(len(parts), 1)
         if norms:
             metrics["grad_norm"] = sum(norms) / len(norms)
@@ -89,20 +102,29 @@ class Trainer:
             )
         return metrics
 
-    def _rows(self, groups: list[GroupBatch]) -> list[list[Row]]:
-        return micro_batches(groups, self.config.learner.tokens_per_micro_batch)
+    def _rows(self, groups: list[GroupBatch]) -> list[list[Row] | None]:
+        """This rank's micro-batches; None: one that it has no rows for, while other ranks have."""
+        batches = micro_batches(groups, self.config.learner.tokens_per_micro_batch)
+        return self._crew.share(batches, [sum(row.length for row in rows) for rows in batches])
+
+    def _idle(self) -> None:
+        """Take part in a micro-batch of the other ranks, with nothing of one's own."""
+        logprobs, _ = self.backend.logprobs(pack(_NOTHING), self.config.sampling.temperature)
+        if torch.is_grad_enabled():
+            (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _keep_old_logprobs(self, batch: StepBatch) -> None:
-        """Write down the policy's log-probs from before the first of several optimizer steps, where they are needed."""
-        if self._algorithm.correction not in ("decoupled", "mask"):
-            return
-        for group in batch.groups:
+    def _keep_old_logprobs(self, parts: list[Part]) -> None:
+        """Write down the policy's log-probs from before the first of several optimizer steps."""
+        for group in (group for part in parts for group in part.groups):
             group.columns["old_logprobs"] = [np.zeros(len(tokens)) for tokens in group.tokens]
-        for rows in self._rows(batch.groups):
+        for rows in (rows for part in parts for rows in self._rows(part.groups)):
+            if rows is None:
+                self._idle()
+                continue
             logprobs, _ = self.backend.logprobs(pack(rows), self.config.sampling.temperature)
-            for group, i, part in unpack(rows, logprobs.numpy()):
-                group.columns["old_logprobs"][i] = part
+            for group, i, values in unpack(rows, logprobs.numpy()):
+                group.columns["old_logprobs"][i] = values
 
     def _micro_batch(
         self,
@@ -120,7 +142,7 @@ class Trainer:
         sample = torch.from_numpy(packed.sample)[counted]
         loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, whole)
         middle = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss * self._crew.size).backward()  # type: ignore[no-untyped-call]  # gradients are averaged over ranks
         self.backend.collect_gradients()
         end = time.perf_counter()
         seconds["time/forward_s"] += middle - start
@@ -181,13 +203,14 @@ class Trainer:
         if group is None:
             return {}
         tokens, logprobs, mask = (group.samples(name) for name in ("tokens", "behavior_logprobs", "loss_mask"))
+        self._crew.tell("self_check", [group.columns])
         mask = [own & sampled for own, sampled in zip(mask, group.is_sampled(), strict=True)]
         columns = {"behavior_logprobs": logprobs, "advantages": [np.ones(len(part)) for part in tokens]}
         lags = np.zeros(len(tokens), dtype="i8")
         batch = GroupBatch(group.group_id, group.columns["prompt_tokens"], tokens, mask, columns, lags)
         sums: dict[str, torch.Tensor] = {}
-        for rows in self._rows([batch]):
-            packed = pack(rows)
+        for rows in micro_batches([batch], self.config.learner.tokens_per_micro_batch):
+            packed = pack(rows)  # each rank computes all of it
             computed = self.backend.logprobs(packed, self.config.sampling.temperature)
             _add(sums, self._losses(packed, *computed, self.state)[1])
         found = _means(sums)
@@ -200,6 +223,23 @@ class Trainer:
                 "chat template or end token that the engine treats differently"
             )
         return found
+
+
+_ONE_TOKEN = np.zeros(1, dtype="i4")
+_NOTHING = [
+    Row(
+        GroupBatch(
+            group_id="",
+            prompt=_ONE_TOKEN,
+            tokens=[_ONE_TOKEN],
+            mask=[np.zeros(1, dtype=bool)],
+            columns={},
+            lags=np.zeros(1, dtype="i8"),
+        ),
+        (0,),
+    )
+]
+"""Rows that add nothing."""
 
 
 @torch.no_grad()
@@ -245,11 +285,19 @@ def _means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
     return {"loss": 0.0} | values
 
 
-def load_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None) -> Trainer:
+def load_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None, crew: Crew | None = None) -> Trainer:
     """The trainer of a run, at the version of a checkpoint or, without one, at version 0. Raises DataError."""
     model = config.model if checkpoint is None else str(checkpoint)
-    backend = HFBackend.load(model, config.learner, tokenizer=config.tokenizer)
-    trainer = Trainer(config, backend, load_algorithm(config.algorithm), total_steps=total_steps)
+    backend: HFBackend
+    if crew is None or crew.size == 1:
+        backend = HFBackend.load(model, config.learner, tokenizer=config.tokenizer)
+    else:
+        from services.compute.sharded import ShardedBackend
+
+        tree, location = config.model_dump(mode="json"), None if checkpoint is None else str(checkpoint)
+        crew.tell("load", config=tree, total_steps=total_steps, checkpoint=location)
+        backend = ShardedBackend.load_shards(model, config.learner, crew.tell, tokenizer=config.tokenizer)
+    trainer = Trainer(config, backend, load_algorithm(config.algorithm), total_steps=total_steps, crew=crew)
     if checkpoint is not None:
         restore(checkpoint, trainer)
     return trainer

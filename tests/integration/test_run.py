@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 
+import psutil
 import pytest
 
 from shared.config import load_config
 from shared.snapshot import shared_folder
+from stretto import launcher
 from stretto.launcher import LocalRun
 
 from .conftest import read_lines
@@ -97,3 +99,26 @@ async def test_several_rollouts_and_rewards_share_the_work(workplace):
             working -= {member["instance"] for member in status["services"] if member["time"].get("compute", 0.0) > 0}
     await run.drain("all have worked")
     await waiting
+
+
+async def test_two_ranks_share_the_learner_and_a_killed_one_is_started_again(workplace, monkeypatch):
+    monkeypatch.setattr(launcher, "FIRST_PAUSE_S", 0.1)
+    learner = {"dtype": "float32", "lr": 1e-3, "ranks": 2, "tokens_per_micro_batch": 100}
+    config = load_config(workplace.write(steps=1_000_000, learner=learner, checkpoint={"every": 3}))
+    run = LocalRun(config, workplace.run_folder)
+    await run.start()
+    waiting = asyncio.create_task(run.wait())
+    async with asyncio.timeout(150):
+        while (await run.status(wait_version=4, wait_s=60.0))["version"] < 4:
+            assert not waiting.done()
+        torchrun = psutil.Process(run.pids["learner"])
+        (other,) = [p for p in torchrun.children() if p.environ().get("RANK") == "1"]
+        other.kill()
+        while (status := await run.status(wait_version=6, wait_s=1.0))["lineage"] == 0 or status["version"] < 6:
+            assert not waiting.done()
+    assert not torchrun.is_running()
+    left = psutil.Process(run.pids["learner"]).children()
+    await run.drain("enough")
+    await waiting
+    assert len(left) == 2 and not any(process.is_running() for process in left)
+    assert (workplace.run_folder / "logs" / "learner-1.jsonl").is_file()

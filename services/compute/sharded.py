@@ -1,0 +1,96 @@
+"""A policy that several processes share, one shard of every parameter each (FSDP2): see backend.Backend.
+
+All ranks call every method here at the same time, in the same order. What comes out is the same on all of them; what is
+written or given to others is rank 0's to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from services.compute.hf import HFBackend, checkpoint_gradients, load_model
+from services.compute.optimizer import gathered
+from services.compute.packing import PackedRows
+from shared.config import Training
+
+
+class _Root(torch.nn.Module):
+    """Gives FSDP one place to gather what lies outside of the layers, whatever is computed there."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[..., Any], *args: Any) -> Any:
+        return compute(*args)
+
+
+class ShardedBackend(HFBackend):
+    """A causal LM whose float32 masters are shards; layers are gathered in the compute dtype when they are needed."""
+
+    def __init__(self, model: Any, tokenizer: Any, training: Training, tell: Callable[..., None]) -> None:
+        """model: in float32, the same on all ranks. tell: has the other ranks call the method of a name, too."""
+        super().__init__(model, tokenizer, None, dtype=training.dtype)
+        self._tell = tell
+        if training.gradient_checkpointing:
+            checkpoint_gradients(model)
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
+            fully_shard(layer, mp_policy=policy)
+        self._root: torch.nn.Module = _Root(model)
+        fully_shard(self._root, mp_policy=policy)
+        self.parameters = dict(model.named_parameters())
+
+    @classmethod
+    def load_shards(
+        cls, folder: str, training: Training, tell: Callable[..., None], *, tokenizer: str | None = None
+    ) -> ShardedBackend:
+        """As `load` of HFBackend; every rank reads the files."""
+        model, words, _ = load_model(AutoModelForCausalLM, folder, tokenizer, "float32")
+        HFBackend(model, words, None).check(folder)
+        return cls(model, words, training, tell)
+
+    def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of this rank's rows and entropies there, [K] float32 each, with gradient."""
+        found: tuple[torch.Tensor, torch.Tensor] = self._root(super().logprobs, rows, temperature)
+        return found
+
+    def score(self, tokens: list[int]) -> np.ndarray:
+        """[T-1] float32 log-probs of tokens[1:] at temperature 1."""
+        self._tell("score", tokens=tokens)
+        with torch.no_grad():
+            found: np.ndarray = self._root(super().score, tokens)
+        return found
+
+    def collect_gradients(self) -> None:
+        """Nothing to do: the backward pass leaves them with the masters."""
+
+    def use_snapshot(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Nothing to do: layers are computed with what the masters are cast to."""
+
+    @torch.no_grad()
+    def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Gather the masters one by one; into the tensors of a snapshot, where this rank has them."""
+        self._tell("write_snapshot", tensors={})
+        for name, master in self.parameters.items():
+            whole = gathered(master)
+            if tensors:
+                tensors[name].copy_(whole)
+
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        """Gather the masters; rank 0 writes them as a Hugging Face folder in float32, tokenizer included."""
+        self._tell("save", folder=str(folder))
+        whole = {name: gathered(master).cpu() for name, master in self.parameters.items()}
+        if dist.get_rank() == 0:
+            self._model.save_pretrained(folder, state_dict=whole)
+            self._tokenizer.save_pretrained(folder)
