@@ -73,7 +73,7 @@ class EmulatedEngine:
         pass
 
 
-def emulated_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None) -> Any:
+def emulated_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None, crew: Any = None) -> Any:
     """The real trainer, with a backend whose model is the table."""
     import torch
 
@@ -82,7 +82,7 @@ def emulated_trainer(config: RunConfig, total_steps: int, checkpoint: Path | Non
     from shared.algorithms import load_algorithm
 
     class TableBackend:
-        """A `Backend` (services/learner/backend.py)."""
+        """A `Backend` (services/compute/backend.py)."""
 
         def __init__(self, vocabulary: int) -> None:
             self.parameters = {"table": torch.full((vocabulary,), -math.log(vocabulary))}
