@@ -27,7 +27,7 @@ BROKER_START_S = 300.0
 STOP_S = 20.0
 """Time for the services to end by themselves, once the run has ended."""
 DRAIN_S = 300.0
-ANSWER_S = 10.0
+ANSWER_S = 30.0
 FIRST_PAUSE_S = 1.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 RESTARTS_IN_A_ROW = 5

@@ -135,7 +135,7 @@ def received_bytes(rollout):
 @pytest.mark.parametrize("transport", ["stream", "gloo"])
 @pytest.mark.parametrize("changed", [0.0, 0.02, 1.0])
 async def test_every_version_arrives_bit_by_bit(tmp_path, monkeypatch, transport, changed):
-    async with hall(tmp_path, monkeypatch) as place:
+    async with hall(tmp_path, monkeypatch, progress_s=10.0) as place:
         rollouts = [place.rollout(transport) for _ in range(2)]
         for version in range(4):
             await place.learner.publish(changed)
