@@ -60,7 +60,7 @@ class Trainer:
         """
         self._crew.tell("update")
         started = time.perf_counter()
-        whole_sums: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         seconds: dict[str, float] = defaultdict(float)
         norms: list[float] = []
         parts = [part for part in batch.parts if part.groups]
@@ -69,23 +69,16 @@ class Trainer:
         for number, part in enumerate(parts):
             if number > 0:
                 self.backend.use_snapshot(None)  # compute with what the optimizer has made of the masters
-            sums: dict[str, torch.Tensor] = {}
-            for rows in self._rows(part.groups):
-                if rows is None:
-                    self._idle()
-                    continue
-                packed = pack(rows)
-                logprobs = self._micro_batch(packed, part.whole, batch.state, sums, seconds)
-                if number == 0:  # later parts are computed with other weights than the engine's
-                    _add(sums, _fresh_drift(packed, logprobs, batch.fresh_lag))
-            for measured in self._crew.gather({name: float(value) for name, value in sums.items()}):
-                _add(whole_sums, {name: torch.tensor(value) for name, value in measured.items()})
+            # Later parts are computed with other weights than the engine's.
+            own = self._gradients(part, batch.state, seconds, fresh_lag=batch.fresh_lag if number == 0 else None)
+            for measured in self._crew.gather({name: float(value) for name, value in own.items()}):
+                _add(sums, {name: torch.tensor(value) for name, value in measured.items()})
             if number == 0:
-                check_drift(_means(whole_sums), self.version, self.config.learner.drift_stop)
+                check_drift(_means(sums), self.version, self.config.learner.drift_stop)
             before = time.perf_counter()
             norms.append(float(self.optimizer.step()))
             seconds["time/optimizer_s"] += time.perf_counter() - before
-        metrics = batch.metrics | _means(whole_sums) | {"lr": self.optimizer.lr}
+        metrics = batch.metrics | _means(sums) | {"lr": self.optimizer.lr}
         metrics["loss"] /= max(len(parts), 1)
         if norms:
             metrics["grad_norm"] = sum(norms) / len(norms)
@@ -126,15 +119,29 @@ class Trainer:
             for group, i, values in unpack(rows, logprobs.numpy()):
                 group.columns["old_logprobs"][i] = values
 
+    def _gradients(
+        self, part: Part, state: State, seconds: dict[str, float], *, fresh_lag: int | None
+    ) -> dict[str, torch.Tensor]:
+        """Add this rank's share of a part to the gradients, and its time to the seconds; returns sums of measures.
+
+        fresh_lag: of the samples whose drift is measured; None: of none.
+        """
+        sums: dict[str, torch.Tensor] = {}
+        for rows in self._rows(part.groups):
+            if rows is None:
+                self._idle()
+                continue
+            packed = pack(rows)
+            measures, logprobs = self._micro_batch(packed, part.whole, state, seconds)
+            _add(sums, measures)
+            if fresh_lag is not None:
+                _add(sums, _fresh_drift(packed, logprobs, fresh_lag))
+        return sums
+
     def _micro_batch(
-        self,
-        packed: PackedRows,
-        whole: Denominators,
-        state: State,
-        sums: dict[str, torch.Tensor],
-        seconds: dict[str, float],
-    ) -> torch.Tensor:
-        """Add to the gradients, the sums of what is measured, and the seconds; returns the log-probs, [K]."""
+        self, packed: PackedRows, whole: Denominators, state: State, seconds: dict[str, float]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Add to the gradients and the seconds; returns sums of what is measured, and the log-probs, [K]."""
         start = time.perf_counter()
         logprobs, entropy = self.backend.logprobs(packed, self.config.sampling.temperature)
         losses, measures = self._losses(packed, logprobs, entropy, state)
@@ -147,8 +154,8 @@ class Trainer:
         end = time.perf_counter()
         seconds["time/forward_s"] += middle - start
         seconds["time/backward_s"] += end - middle
-        _add(sums, measures | {"loss": loss.detach(), "entropy": entropy.detach()[counted].sum()})
-        return logprobs.detach()
+        measures |= {"loss": loss.detach(), "entropy": entropy.detach()[counted].sum()}
+        return measures, logprobs.detach()
 
     def _losses(
         self, packed: PackedRows, logprobs: torch.Tensor, entropy: torch.Tensor, state: State
@@ -162,12 +169,12 @@ class Trainer:
         new = logprobs[counted]
         missing = ~columns["behavior_logprobs"].isfinite()
         behavior = torch.where(missing, new.detach(), columns["behavior_logprobs"])
+        uncorrected = self._algorithm.correction == "none"
+        old = behavior if uncorrected else columns.get("old_logprobs", new.detach())
         batch = LossInput(
             logprobs=new,
             entropy=entropy[counted],
-            old_logprobs=behavior
-            if self._algorithm.correction == "none"
-            else columns.get("old_logprobs", new.detach()),
+            old_logprobs=old,
             behavior_logprobs=behavior,
             ref_logprobs=columns.get("ref_logprobs"),
             advantages=columns["advantages"],
