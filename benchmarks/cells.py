@@ -46,7 +46,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {},
     "reinforce_pp": {},
     "ppo": {},
-    "remax": {"learner": {"lr": 3e-4}},  # its advantages have no common scale, and its loss no clip
+    # Its loss has no ratio of itself: on data of older policies it drifts off unless each token is weighted.
+    "remax": {"algorithm": {"name": "remax", "correction": "tis"}},
     "safe_rlhf": {},
 }
 """What a preset needs beside the common config."""

@@ -13,6 +13,9 @@ from shared.algorithms.base import ScoredGroup, State
 from shared.algorithms.ppo import PPO
 from shared.graph import CriticName
 
+MAX_LOG_MULTIPLIER = 20.0
+"""λ grows faster than exponentially while the cost is too high: without bounds it becomes infinite, or 0 for good."""
+
 
 class SafeRLHF(PPO):
     """PPO-Lagrangian with a critic for the reward and one for the cost."""
@@ -37,7 +40,8 @@ class SafeRLHF(PPO):
             return dict(state)
         multiplier = state["multiplier"]
         moved = math.log(multiplier) + self.multiplier_lr * multiplier * (float(fresh.mean()) - self.threshold)
-        return {**state, "multiplier": math.exp(min(moved, math.log(self.multiplier_max or math.inf)))}
+        most = min(math.log(self.multiplier_max or math.inf), MAX_LOG_MULTIPLIER)
+        return {**state, "multiplier": math.exp(max(min(moved, most), -MAX_LOG_MULTIPLIER))}
 
     def advantages(self, group: ScoredGroup) -> dict[str, np.ndarray]:
         """(A of the reward − λ · A of the cost) / (1 + λ); the KL's weight does not depend on λ."""

@@ -257,6 +257,16 @@ def test_golden_values_of_safe_rlhf():
     assert (found["returns"][0], found["cost_returns"][0]) == (1.0, 0.5)
 
 
+def test_a_multiplier_that_runs_away_stays_finite_and_comes_back():
+    safe = PRESETS["safe_rlhf"](multiplier_lr=2.0, threshold=0.15)
+    state = {"multiplier": 8.76}
+    found = []
+    for cost in (0.3, 0.3, 0.3, 0.05, 0.3):
+        state = safe.before_step(state, {"costs": np.array([cost]), "lags": np.zeros(1), "rewards": np.zeros(1)})
+        found.append(state["multiplier"])
+    assert found == pytest.approx([121.3, np.exp(20.0), np.exp(20.0), np.exp(-20.0), np.exp(-20.0)], rel=1e-3)
+
+
 def test_the_kl_weighs_alike_whatever_the_multiplier():
     safe = PRESETS["safe_rlhf"](lam=1.0)
     one = {"lengths": np.array([1]), "mask": np.array([True]), "values": np.zeros(1), "cost_values": np.zeros(1)}
