@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from services.reward.servers import OPEN_AFTER
 from shared.config import Signal
 from shared.errors import StrettoError
 
+ROOT = Path(__file__).parents[3]
 SDK = "import sys; from stretto.reward import serve\ndef score(completion, **_): return float(completion)\n"
 SDK += "serve(score, sys.argv[1])"
 
@@ -97,3 +101,24 @@ async def test_a_fault_makes_samples_invalid_and_names_the_server(start_scorer, 
     with pytest.raises(StrettoError, match=FAULTS[fault][1]) as failed:
         await scorer.score(group("1", "2"))
     assert f"{http}/{fault}" in str(failed.value)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+async def test_the_example_in_node_scores(start_scorer, group):
+    command = ["node", str(ROOT / "examples/reward_servers/server.js"), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = f"http://127.0.0.1:{int(process.stdout.readline())}/score"
+            scorer = await start_scorer(Signal(name="mine", server=address))
+            assert (await scorer.score(group("it is 4", "5", answer="4")))["rewards"].tolist() == [1, 0]
+        finally:
+            process.kill()
+
+
+async def test_a_server_that_keeps_failing_is_left_alone(start_scorer, group, http):
+    scorer = await start_scorer(Signal(name="mine", server=f"{http}/500"), attempts=1)
+    for _ in range(OPEN_AFTER):
+        with pytest.raises(StrettoError, match="status 500"):
+            await scorer.score(group("1"))
+    with pytest.raises(StrettoError, match="is left alone"):
+        await scorer.score(group("1"))
