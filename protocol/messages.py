@@ -391,6 +391,20 @@ class GoBack(Body):
     version: int = Field(ge=0)
 
 
+class ScoreRequest(Body):
+    """A reward service asks a reward server of the user for scores. Answered by Scores."""
+
+    type = "score"
+    samples: list[dict[str, Any]] = Field(description="arguments of each sample: prompt, messages, completion, …")
+
+
+class Scores(Body):
+    """A score for each sample: a number, nil to abstain, or a map with the reason under `invalid`."""
+
+    type = "scores"
+    scores: list[float | dict[str, str] | None]
+
+
 class Event(Body):
     """A hint on the PUB socket; the truth is what a Pulse says."""
 

@@ -7,6 +7,7 @@ at most `learner.tokens_per_micro_batch` tokens.
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -103,6 +104,9 @@ class Signal(Section):
     model: str | None = Field(
         None, description="in place of a function: Hugging Face folder or name of a sequence classifier"
     )
+    server: str | None = Field(
+        None, description="in place of a function: tcp://host:port of a `stretto.reward` server, or an http(s):// URL"
+    )
     weight: float = Field(1.0, description="its weight in the reward")
     clip: tuple[float, float] | None = Field(None, description="lowest and highest value, before its weight")
     normalize: bool = Field(
@@ -114,7 +118,17 @@ class Signal(Section):
         "float32", description="dtype of the model; int8: of its weights alone, by torchao, only with hf"
     )
     label: int = Field(0, ge=0, description="index of the logit that is the value, as it is: without a sigmoid")
-    batch_size: Positive = Field(32, description="most samples that the model scores at once")
+    batch_size: Positive = Field(32, description="most samples that the model or server is given at once")
+    format: Literal["stretto", "openrlhf"] = Field("stretto", description="JSON that an HTTP server speaks")
+    auth_env: str | None = Field(None, description="environment variable with the bearer token of an HTTP server")
+    concurrency: Positive = Field(8, description="requests to the server at once")
+
+    @field_validator("server")
+    @classmethod
+    def _server_is_an_address(cls, server: str | None) -> str | None:
+        if server is not None and not re.fullmatch(r"tcp://[^/@\s]+:\d{1,5}|https?://[^/@\s]+(/\S*)?", server):
+            raise ValueError("server is tcp://host:port or http(s)://host/path, without a user or password")
+        return server
 
     @field_validator("clip")
     @classmethod
@@ -125,14 +139,21 @@ class Signal(Section):
 
     @model_validator(mode="after")
     def _function_or_model(self) -> Self:
-        if (self.function is None) == (self.model is None):
-            has = "neither" if self.function is None else "both"
-            raise ValueError(f"the signal {self.name} needs a function or a model, and has {has}")
-        others = ("args",) if self.function is None else ("backend", "dtype", "label", "batch_size")
-        for key in others:
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                what = "model" if self.function is None else "function"
-                raise ValueError(f"the signal {self.name} has a {what}, for which {key} means nothing")
+        kinds = [kind for kind in ("function", "model", "server") if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            has = {0: "neither", 2: "both"}.get(len(kinds), "all")
+            raise ValueError(f"the signal {self.name} needs a function, a model or a server, and has {has}")
+        meant = {
+            "function": ("args",),
+            "model": ("backend", "dtype", "label", "batch_size"),
+            "server": ("batch_size", "format", "auth_env", "concurrency"),
+        }
+        for key in dict.fromkeys(key for keys in meant.values() for key in keys):
+            is_set = getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True)
+            if is_set and key not in meant[kinds[0]]:
+                raise ValueError(f"the signal {self.name} has a {kinds[0]}, for which {key} means nothing")
+        if self.server is not None and self.server.startswith("tcp:") and (self.auth_env or self.format != "stretto"):
+            raise ValueError(f"the signal {self.name} has a ZeroMQ server: format and auth_env are for HTTP")
         if self.backend == "vllm" and self.dtype == "int8":
             raise ValueError(f"the signal {self.name} is int8 with the backend vllm: only hf makes weights int8")
         return self

@@ -71,7 +71,7 @@ def check_run(config: RunConfig) -> Facts:
     for signal in _signals(config):
         if signal.model is not None:
             sizes[signal.name] = attempt(_reward_model, signal)
-        elif (function := attempt(Function, signal)) is not None and prompt is not None:
+        elif signal.server is None and (function := attempt(Function, signal)) is not None and prompt is not None:
             attempt(function.check, prompt)
     roles = {stage.name: attempt(_role_model, config, stage.name) for stage in stages or () if stage.name in ROLES}
     steps = total_steps(len(train), config.prompts_per_step, config.steps, config.epochs) if train is not None else 0

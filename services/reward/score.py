@@ -11,6 +11,7 @@ import numpy as np
 
 from services.reward.batches import Batches
 from services.reward.pool import WorkerPool
+from services.reward.servers import RewardServer
 from services.reward.signals import (
     Function,
     Score,
@@ -39,6 +40,7 @@ class Scorer:
         self._stage = stage
         self._functions = {s.name: Function(s) for s in settings.signals if s.function is not None}
         self._models = {s.name: Batches(s, settings.timeout_s) for s in settings.signals if s.model is not None}
+        self._servers = {s.name: RewardServer(s, settings) for s in settings.signals if s.server is not None}
         self._weights = {s.name: s.weight for s in settings.signals}
         self._clips = {s.name: s.clip for s in settings.signals if s.clip is not None}
         self._pool: WorkerPool | None = None
@@ -87,11 +89,14 @@ class Scorer:
             await self._pool.close()
         for model in self._models.values():
             await model.close()
+        for server in self._servers.values():
+            await server.close()
 
     async def _try(self, name: str, arguments: dict[str, Any]) -> Score:
         """One signal of one sample, scored again while it is invalid, and clipped."""
         score = invalid("not scored")
-        for _ in range(self._settings.attempts):
+        attempts = 1 if name in self._servers else self._settings.attempts  # a server's requests are tried again below
+        for _ in range(attempts):
             score = await self._call(name, arguments)
             if score.status is not RewardStatus.INVALID:
                 break
@@ -101,6 +106,8 @@ class Scorer:
         return score
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Score:
+        if name in self._servers:
+            return await self._servers[name].score(arguments)
         if name in self._models:
             return await self._models[name].score(arguments)
         function = self._functions[name]

@@ -42,6 +42,7 @@ VALUES: dict[Any, Any] = {str: "rollout", int: 1, float: 1.0, bool: True, dict: 
 
 
 PARTICULAR: dict[str, Any] = {"leases": [], "letters": [{}], "transports": ["stream"], "size": 2, "delta_bytes": [9]}
+PARTICULAR |= {"samples": [{"completion": "x"}], "scores": [1.0]}
 """Valid values of fields that are more than their type."""
 
 
