@@ -46,8 +46,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {},
     "reinforce_pp": {},
     "ppo": {},
-    # Its loss has no ratio of itself: on data of older policies it drifts off unless each token is weighted.
-    "remax": {"algorithm": {"name": "remax", "correction": "tis"}},
+    "remax": {},
     "safe_rlhf": {},
 }
 """What a preset needs beside the common config."""

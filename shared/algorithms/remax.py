@@ -9,6 +9,7 @@ from pydantic import Field
 
 from shared.algorithms import advantages
 from shared.algorithms.base import Algorithm, LossInput, ScoredGroup
+from shared.algorithms.losses import Correction
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,7 @@ class ReMax(Algorithm):
     group_baseline: ClassVar[bool] = False
     greedy_baseline: ClassVar[bool] = True
     kl_in: Literal["none", "reward", "loss"] = "reward"
+    correction: Correction = "tis"  # the loss has no ratio of its own; at no lag it changes nothing
     kl_cumulative: bool = Field(
         False, description="a token pays for the KL of all later ones too, not for its own alone"
     )
