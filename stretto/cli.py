@@ -153,6 +153,23 @@ def replay(
                 file.write(json.dumps(dataclasses.asdict(step)) + "\n")
 
 
+@app.command()
+def drain(
+    run_folder: Annotated[Path | None, typer.Argument(help="folder of a run whose broker runs on this host")] = None,
+    broker: Broker = None,
+    reason: Annotated[str, typer.Option(help="why, for the run's status")] = "asked to",
+) -> None:
+    """End a run in order: nothing more is begun, the learner saves, and everything stops."""
+    from protocol.messages import Drain, Ok
+    from stretto.contact import ask, running_broker
+
+    address = broker or (running_broker(run_folder) if run_folder is not None else None)
+    if address is None:
+        raise ConfigError("drain needs --broker, or the folder of a run whose broker runs on this host")
+    asyncio.run(ask(address, Drain(reason=reason), Ok))
+    console.print("the run ends once the learner has saved", highlight=False)
+
+
 @app.command("dead-letters")
 def dead_letters(
     run_folder: RunFolder,
@@ -186,7 +203,7 @@ def requeue(
 def serve(
     service: Annotated[str, typer.Argument(help="broker, or one of " + ", ".join(SERVICES))],
     broker: Broker = None,
-    instance: Annotated[str | None, typer.Option(help="name in the run; default: service and process id")] = None,
+    instance: Annotated[str | None, typer.Option(help="name in the run; default: service, host and process id")] = None,
     config: Annotated[Path | None, typer.Option(help="for the broker: the run's YAML file")] = None,
     run_folder: Annotated[Path | None, typer.Option(help="for the broker: default is the config's")] = None,
     log_file: LogFile = None,
@@ -196,7 +213,7 @@ def serve(
     from services.process import die_with, run_service
 
     _allow(insecure)
-    name = instance or (service if service == "broker" else f"{service}-{os.getpid()}")
+    name = instance or (service if service == "broker" else f"{service}-{socket.gethostname()}-{os.getpid()}")
     if service == "broker":
         if config is None:
             raise ConfigError("serve broker needs --config: the broker is what knows the run's config")
