@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shared.config import RunConfig, load_config
+from shared.config import RunConfig, dump_config, load_config
 from shared.errors import ConfigError, StrettoError
 from shared.log import warnings_only
 from shared.version import __version__
@@ -330,6 +330,8 @@ async def _broker(config: RunConfig, run_folder: Path | None) -> None:
         aside.rename(folder / "broker.json")
 
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    (folder / "status.json").unlink(missing_ok=True)  # of the run that this one goes on with
     await serve_broker(config, folder, on_bound=announce)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from stretto.cli import SERVICES
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+GPU = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
 STAGES = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
 
 
@@ -45,6 +47,13 @@ def test_only_one_of_each_that_has_a_state_is_told_apart_by_its_name():
     assert fixed == {"broadcaster", "learner", "critic", "cost_critic"}
 
 
+def test_every_service_that_may_compute_on_a_gpu_has_one_reserved():
+    assert set(GPU["services"]) == {*SERVICES} - {"broadcaster"}
+    for service in GPU["services"].values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+
+
 def test_the_images_have_their_targets_and_run_as_nobody_special():
     assert {"core", "cpu", "cuda"} <= set(STAGES)
     text = (ROOT / "deploy/docker/Dockerfile").read_text()
@@ -63,3 +72,30 @@ def test_what_an_image_installs_before_the_project_is_what_the_project_needs():
     pinned = dict(line.split("==") for line in (ROOT / "deploy/docker/constraints.txt").read_text().splitlines())
     names = {re.split(r"[<>=]", line)[0].lower() for line in printed} - {"torch"}
     assert names <= {name.lower() for name in pinned}
+
+
+def test_a_broker_that_is_served_alone_leaves_a_run_folder_that_the_other_commands_can_read(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    tree = {
+        "model": str(tmp_path),
+        "prompts_per_step": 1,
+        "samples_per_prompt": 2,
+        "steps": 1,
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "reward": {"signals": [{"name": "exact", "function": "exact_match"}]},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tree))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "status.json").write_text("{}")
+    arguments = ["serve", "broker", "--config", str(tmp_path / "mine.yaml"), "--run-folder", str(run)]
+    with subprocess.Popen([sys.executable, "-m", "stretto", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL) as broker:
+        try:
+            end = time.monotonic() + 60
+            while not (run / "broker.json").exists() and time.monotonic() < end and broker.poll() is None:
+                time.sleep(0.05)
+            assert (run / "broker.json").exists()
+        finally:
+            broker.terminate()
+    assert load_config(run / "config.yaml") == load_config(tmp_path / "mine.yaml")
+    assert not (run / "status.json").exists()
