@@ -163,9 +163,11 @@ def drain(
     from protocol.messages import Drain, Ok
     from stretto.contact import ask, running_broker
 
-    address = broker or (running_broker(run_folder) if run_folder is not None else None)
+    address = broker or (running_broker(run_folder) if run_folder is not None else os.environ.get("STRETTO_BROKER"))
     if address is None:
-        raise ConfigError("drain needs --broker, or the folder of a run whose broker runs on this host")
+        raise ConfigError(
+            "drain needs --broker (or STRETTO_BROKER), or the folder of a run whose broker runs on this host"
+        )
     asyncio.run(ask(address, Drain(reason=reason), Ok))
     console.print("the run ends once the learner has saved", highlight=False)
 
@@ -371,9 +373,11 @@ async def _status(run_folder: Path | None, broker: str | None) -> dict[str, Any]
     from protocol.messages import Status, StatusRequest
     from stretto.contact import ask, running_broker
 
+    if broker is None and run_folder is None:
+        broker = os.environ.get("STRETTO_BROKER")
     if broker is None:
         if run_folder is None:
-            raise ConfigError("status needs a run folder, or --broker with its address")
+            raise ConfigError("status needs a run folder, or --broker (or STRETTO_BROKER) with its address")
         final = run_folder / "status.json"
         if final.is_file():
             found: dict[str, Any] = json.loads(final.read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -58,6 +60,7 @@ def test_the_images_have_their_targets_and_run_as_nobody_special():
     assert {"core", "cpu", "cuda"} <= set(STAGES)
     text = (ROOT / "deploy/docker/Dockerfile").read_text()
     assert text.count("USER stretto") == 3
+    assert "HEALTHCHECK" in text
 
 
 def test_the_config_that_comes_with_the_compose_file_is_one():
@@ -74,7 +77,7 @@ def test_what_an_image_installs_before_the_project_is_what_the_project_needs():
     assert names <= {name.lower() for name in pinned}
 
 
-def test_a_broker_that_is_served_alone_leaves_a_run_folder_that_the_other_commands_can_read(tmp_path):
+def test_a_broker_that_is_served_alone_is_asked_at_its_address_and_leaves_a_folder_that_other_commands_read(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     tree = {
         "model": str(tmp_path),
@@ -88,14 +91,19 @@ def test_a_broker_that_is_served_alone_leaves_a_run_folder_that_the_other_comman
     run = tmp_path / "run"
     run.mkdir()
     (run / "status.json").write_text("{}")
+    stretto = [sys.executable, "-m", "stretto"]
     arguments = ["serve", "broker", "--config", str(tmp_path / "mine.yaml"), "--run-folder", str(run)]
-    with subprocess.Popen([sys.executable, "-m", "stretto", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL) as broker:
+    with subprocess.Popen([*stretto, *arguments], cwd=ROOT, stderr=subprocess.DEVNULL) as broker:
         try:
             end = time.monotonic() + 60
             while not (run / "broker.json").exists() and time.monotonic() < end and broker.poll() is None:
                 time.sleep(0.05)
-            assert (run / "broker.json").exists()
+            assert not (run / "status.json").exists()  # it was that of the run before
+            there = os.environ | {"STRETTO_BROKER": json.loads((run / "broker.json").read_text())["address"]}
+            for command in (["status", "--json"], ["drain", "--reason", "enough"]):
+                subprocess.run([*stretto, *command], cwd=ROOT, env=there, check=True, capture_output=True)
+            assert broker.wait(30) == 0
         finally:
-            broker.terminate()
+            broker.kill()
     assert load_config(run / "config.yaml") == load_config(tmp_path / "mine.yaml")
-    assert not (run / "status.json").exists()
+    assert json.loads((run / "status.json").read_text())["stop_reason"] == "enough"
