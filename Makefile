@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 PIP_INSTALL := -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test test-vllm lint chaos fuzz soak format clean
+.PHONY: help demo test test-vllm lint chaos fuzz soak containers format clean
 
 help:
 	@echo "make demo       install, pull a small model, and train it on the arithmetic example (about 10 minutes on 2 cores)"
@@ -17,6 +17,7 @@ help:
 	@echo "make chaos      kill and stop the services of a run 200 times, receivers of weights 50 times (20 minutes)"
 	@echo "make fuzz       send a million mutated messages (about 10 minutes)"
 	@echo "make soak       50,000 steps of an emulated model: no service may grow (about 20 minutes)"
+	@echo "make containers build the image and run the compose file, rollouts scaled and killed (needs docker; 15 minutes)"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the environments and the runs"
 
@@ -72,6 +73,9 @@ fuzz: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python tests/soak/soak.py --steps 50000 --json runs/soak.json
+
+containers: $(VENV)/.dev
+	$(BIN)/python tests/containers/run.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shared.config import RunConfig, load_config
+from shared.config import RunConfig, dump_config, load_config
 from shared.errors import ConfigError, StrettoError
 from shared.log import warnings_only
 from shared.version import __version__
@@ -153,6 +153,25 @@ def replay(
                 file.write(json.dumps(dataclasses.asdict(step)) + "\n")
 
 
+@app.command()
+def drain(
+    run_folder: Annotated[Path | None, typer.Argument(help="folder of a run whose broker runs on this host")] = None,
+    broker: Broker = None,
+    reason: Annotated[str, typer.Option(help="why, for the run's status")] = "asked to",
+) -> None:
+    """End a run in order: nothing more is begun, the learner saves, and everything stops."""
+    from protocol.messages import Drain, Ok
+    from stretto.contact import ask, running_broker
+
+    address = broker or (running_broker(run_folder) if run_folder is not None else os.environ.get("STRETTO_BROKER"))
+    if address is None:
+        raise ConfigError(
+            "drain needs --broker (or STRETTO_BROKER), or the folder of a run whose broker runs on this host"
+        )
+    asyncio.run(ask(address, Drain(reason=reason), Ok))
+    console.print("the run ends once the learner has saved", highlight=False)
+
+
 @app.command("dead-letters")
 def dead_letters(
     run_folder: RunFolder,
@@ -186,7 +205,7 @@ def requeue(
 def serve(
     service: Annotated[str, typer.Argument(help="broker, or one of " + ", ".join(SERVICES))],
     broker: Broker = None,
-    instance: Annotated[str | None, typer.Option(help="name in the run; default: service and process id")] = None,
+    instance: Annotated[str | None, typer.Option(help="name in the run; default: service, host and process id")] = None,
     config: Annotated[Path | None, typer.Option(help="for the broker: the run's YAML file")] = None,
     run_folder: Annotated[Path | None, typer.Option(help="for the broker: default is the config's")] = None,
     log_file: LogFile = None,
@@ -196,7 +215,7 @@ def serve(
     from services.process import die_with, run_service
 
     _allow(insecure)
-    name = instance or (service if service == "broker" else f"{service}-{os.getpid()}")
+    name = instance or (service if service == "broker" else f"{service}-{socket.gethostname()}-{os.getpid()}")
     if service == "broker":
         if config is None:
             raise ConfigError("serve broker needs --config: the broker is what knows the run's config")
@@ -313,6 +332,8 @@ async def _broker(config: RunConfig, run_folder: Path | None) -> None:
         aside.rename(folder / "broker.json")
 
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    (folder / "status.json").unlink(missing_ok=True)  # of the run that this one goes on with
     await serve_broker(config, folder, on_bound=announce)
 
 
@@ -352,9 +373,11 @@ async def _status(run_folder: Path | None, broker: str | None) -> dict[str, Any]
     from protocol.messages import Status, StatusRequest
     from stretto.contact import ask, running_broker
 
+    if broker is None and run_folder is None:
+        broker = os.environ.get("STRETTO_BROKER")
     if broker is None:
         if run_folder is None:
-            raise ConfigError("status needs a run folder, or --broker with its address")
+            raise ConfigError("status needs a run folder, or --broker (or STRETTO_BROKER) with its address")
         final = run_folder / "status.json"
         if final.is_file():
             found: dict[str, Any] = json.loads(final.read_text())

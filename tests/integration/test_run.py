@@ -122,3 +122,19 @@ async def test_two_ranks_share_the_learner_and_a_killed_one_is_started_again(wor
     await waiting
     assert len(left) == 2 and not any(process.is_running() for process in left)
     assert (workplace.run_folder / "logs" / "learner-1.jsonl").is_file()
+
+
+async def test_a_run_is_ended_in_order_from_the_command_line(workplace):
+    config = load_config(workplace.write(steps=1_000_000, checkpoint={"every": 1000}))
+    run = LocalRun(config, workplace.run_folder)
+    await run.start()
+    waiting = asyncio.create_task(run.wait())
+    async with asyncio.timeout(150):
+        while (await run.status(wait_version=2, wait_s=60.0))["version"] < 2:
+            assert not waiting.done()
+        done = await asyncio.to_thread(workplace.stretto, "drain", workplace.run_folder, "--reason", "enough")
+        assert done.returncode == 0, done.stderr
+        await waiting
+    status = json.loads((workplace.run_folder / "status.json").read_text())
+    assert (status["state"], status["stop_reason"]) == ("stopped", "enough")
+    assert (workplace.run_folder / "checkpoints" / f"checkpoint-{status['version']}").is_dir()
