@@ -141,7 +141,7 @@ class Signal(Section):
     def _function_or_model(self) -> Self:
         kinds = [kind for kind in ("function", "model", "server") if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            has = {0: "neither", 2: "both"}.get(len(kinds), "all")
+            has = " and ".join(kinds) or "none"
             raise ValueError(f"the signal {self.name} needs a function, a model or a server, and has {has}")
         meant = {
             "function": ("args",),

@@ -80,10 +80,10 @@ def test_the_path_of_a_fault_holds_keys_and_nothing_else() -> None:
             {"reward": {"signals": [{"name": "a", "function": "length"}, {"name": "a", "function": "length"}]}},
             "two signals have one name",
         ),
-        ({"reward": {"signals": [{"name": "a"}]}}, "the signal a needs a function or a model, and has neither"),
+        ({"reward": {"signals": [{"name": "a"}]}}, "the signal a needs a function, a model or a server, and has none"),
         (
             {"reward": {"signals": [{"name": "a", "function": "length", "model": "m"}]}},
-            "the signal a needs a function or a model, and has both",
+            "the signal a needs a function, a model or a server, and has function and model",
         ),
         (
             {"reward": {"signals": [{"name": "a", "function": "length", "dtype": "int8"}]}},
