@@ -184,8 +184,8 @@ def split_ragged(flat: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
 
 
 def ragged_text(name: str, texts: Sequence[str]) -> Columns:
-    """The two columns that hold one UTF-8 string a sample."""
-    return ragged(name, [np.frombuffer(text.encode(), dtype="u1") for text in texts], "u1")
+    """The two columns that hold one UTF-8 string a sample; half a surrogate pair is escaped."""
+    return ragged(name, [np.frombuffer(text.encode(errors="backslashreplace"), dtype="u1") for text in texts], "u1")
 
 
 def version_runs(versions: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -14,6 +14,10 @@ from shared.errors import ProtocolError
 
 __all__ = ["serve"]
 
+LONGEST_REASON = 500  # characters
+
+Answer = float | dict[str, str] | None
+
 
 def serve(score: Callable[..., Any], bind: str = "tcp://127.0.0.1:5555", *, batch: bool = False) -> None:
     """Answer until interrupted.
@@ -34,26 +38,48 @@ async def _serve(score: Callable[..., Any], bind: str, batch: bool) -> None:
             raise ProtocolError("unknown_type", f"a reward server does not answer {message.body.type}")
         samples = message.body.samples
         if batch:
-            found = await _call(lambda: score(samples))
-            return Scores(scores=[_plain(s) for s in ([found] * len(samples) if isinstance(found, str) else found)])
-        return Scores(scores=[_plain(await _call(lambda s=sample: score(**s))) for sample in samples])  # type: ignore[misc]
+            return Scores(scores=await _batch(score, samples))
+        return Scores(scores=[await _one(score, sample) for sample in samples])
 
     await Server(bind, answer).run()
 
 
-async def _call(function: Callable[[], Any]) -> Any:
-    """What it returns, or the text of its error."""
+async def _one(score: Callable[..., Any], sample: dict[str, Any]) -> Answer:
     try:
-        found = function()
-        return await found if inspect.isawaitable(found) else found
+        return _plain(await _returned(score(**sample)))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return _invalid(error)
 
 
-def _plain(value: Any) -> float | dict[str, str] | None:
-    if value is None or isinstance(value, dict):
-        return value
+async def _batch(score: Callable[..., Any], samples: list[dict[str, Any]]) -> list[Answer]:
     try:
-        return float(value) if not isinstance(value, str) else {"invalid": value[:500]}
-    except (TypeError, ValueError):
-        return {"invalid": f"returned {type(value).__name__}, expected a number or None"}
+        scores = list(await _returned(score(samples)))
+        if len(scores) != len(samples):
+            raise ValueError(f"returned {len(scores)} scores for {len(samples)} samples")
+    except Exception as error:
+        return [_invalid(error)] * len(samples)
+    return [_plain(value) for value in scores]
+
+
+async def _returned(found: Any) -> Any:
+    return await found if inspect.isawaitable(found) else found
+
+
+def _plain(value: Any) -> Answer:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str | bytes):  # float("1") is 1
+            raise TypeError("expected a number or None")
+        return float(value)
+    except Exception as error:  # whatever its __float__ raises
+        return {"invalid": f"returned {type(value).__name__}: {_text(error)}"}
+
+
+def _invalid(error: Exception) -> Answer:
+    return {"invalid": f"{type(error).__name__}: {_text(error)}"}
+
+
+def _text(error: Exception) -> str:
+    """Its message as UTF-8 can carry it, which half a surrogate pair is not."""
+    return str(error)[:LONGEST_REASON].encode(errors="backslashreplace").decode()
