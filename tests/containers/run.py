@@ -2,7 +2,8 @@
 
     python tests/containers/run.py [--compose "docker compose"] [--engine docker] [--no-build] [--json PATH]
 
-Builds the image `cpu`, starts the compose file with the tiny model, and ends with the account of all groups.
+Builds the image `cpu`, starts the compose file with the tiny model and a reward server of the user's in a container of
+its own, and ends with the account of all groups.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 PROJECT = "stretto-test"
+FILES = ["-f", "docker-compose.yml", "-f", "tests/containers/judge.yaml"]
 STEPS = 150
 DEADLINE_S = 600.0
 CONFIG: dict[str, Any] = {
@@ -36,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "sampling": {"max_tokens": 24, "ignore_eos": True},
     "rollout": {"dtype": "float32", "max_samples": 8},
     "learner": {"dtype": "float32", "lr": 1e-3},
-    "reward": {"signals": [{"name": "digits", "function": "/config/rewards.py:digits"}]},
+    "reward": {"signals": [{"name": "judge", "server": "http://judge:8000/score", "auth_env": "JUDGE_TOKEN"}]},
     "broker": {"bind": "tcp://0.0.0.0:5555", "heartbeat_s": 0.5},
 }
 
@@ -58,7 +60,7 @@ class Stage:
     def compose(self, *arguments: str, check: bool = True) -> str:
         """What a compose command prints."""
         done = subprocess.run(
-            [*self._compose, "-p", PROJECT, *arguments],
+            [*self._compose, "-p", PROJECT, *FILES, *arguments],
             cwd=ROOT,
             env=self._environment,
             stdout=subprocess.PIPE,
@@ -120,7 +122,6 @@ def main() -> None:
         folder.chmod(0o755)
         rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(30) for b in range(30)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "rewards.py").write_text("def digits(completion):\n    return sum(c.isdigit() for c in completion)\n")
         (folder / "run.yaml").write_text(yaml.safe_dump(CONFIG))
         stage = Stage(args.compose, args.engine, folder)
         try:
