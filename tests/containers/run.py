@@ -52,7 +52,6 @@ class Stage:
         self._environment = os.environ | {
             "STRETTO_CONFIG_FOLDER": str(folder),
             "COMPOSE_PROJECT_NAME": PROJECT,
-            "STRETTO_SHM_SIZE": "512m",
         }
         self.seconds: dict[str, float] = {}
         self._began = time.monotonic()
@@ -103,6 +102,18 @@ class Stage:
             time.sleep(1.0)
         raise SystemExit(f"not within {DEADLINE_S:g} s: {what}; the last status: {json.dumps(status)[:2000]}")
 
+    def ended(self) -> dict[str, Any]:
+        """Wait until the run is over; its last status."""
+        end = time.monotonic() + DEADLINE_S
+        while self.containers("broker"):
+            if time.monotonic() > end:
+                raise SystemExit(f"not over within {DEADLINE_S:g} s: {json.dumps(self.status())[:2000]}")
+            time.sleep(1.0)
+        self.done("the last versions")
+        read = ["run", "--rm", "-T", "--no-deps", "--entrypoint", "cat", "keys", "/runs/run/status.json"]
+        status: dict[str, Any] = json.loads(self.compose(*read))
+        return status
+
 
 def rollouts(status: dict[str, Any]) -> int:
     """How many rollouts generate."""
@@ -150,8 +161,10 @@ def play(stage: Stage, *, build: bool) -> dict[str, Any]:
     at = status["version"]
     stage.reach(lambda s: s["version"] >= at + 10, "10 versions more")
     stage.compose("up", "-d", "--scale", "rollout=1", "--no-recreate")
+    for surplus in stage.containers("rollout")[1:]:  # podman-compose scales up only
+        subprocess.run([*stage.engine, "stop", surplus], check=True, stdout=subprocess.DEVNULL)
     stage.reach(lambda s: rollouts(s) == 1, "one rollout")
-    status = stage.reach(lambda s: s["version"] >= STEPS - 1 or s["state"] != "running", "the last versions")
+    status = stage.ended()
     account = status["groups"]["train"]
     accounted = account["consumed"] + account["dead"] + account["in_flight"] + sum(account["dropped"].values())
     assert account["admitted"] == accounted and account["dead"] == 0, account
