@@ -156,13 +156,15 @@ def play(stage: Stage, *, build: bool) -> dict[str, Any]:
     stage.compose("up", "-d", "--scale", "rollout=3", "--no-recreate")
     stage.reach(lambda s: rollouts(s) == 3, "three rollouts")
     victim = stage.containers("rollout")[-1]
-    subprocess.run([*stage.engine, "kill", victim], check=True, stdout=subprocess.DEVNULL)
+    for command in ("kill", "rm"):
+        subprocess.run([*stage.engine, command, victim], check=True, stdout=subprocess.DEVNULL)
     status = stage.reach(lambda s: any("not heard of" in w or "went back" in w for w in s["warnings"]), "one is missed")
     at = status["version"]
     stage.reach(lambda s: s["version"] >= at + 10, "10 versions more")
     stage.compose("up", "-d", "--scale", "rollout=1", "--no-recreate")
     for surplus in stage.containers("rollout")[1:]:  # podman-compose scales up only
-        subprocess.run([*stage.engine, "stop", surplus], check=True, stdout=subprocess.DEVNULL)
+        for command in ("stop", "rm"):
+            subprocess.run([*stage.engine, command, surplus], check=True, stdout=subprocess.DEVNULL)
     stage.reach(lambda s: rollouts(s) == 1, "one rollout")
     status = stage.ended()
     account = status["groups"]["train"]
