@@ -12,7 +12,6 @@ import pytest
 from protocol.channel import Client
 from protocol.messages import ScoreRequest, Scores
 
-
 SAYS = {
     "1.5": 1.5,
     "True": 1.0,
