@@ -73,11 +73,11 @@ def check_run(config: RunConfig) -> Facts:
         attempt(check_vllm, config.rollout)
     prompt = first_prompts(train, 1)[0] if train is not None else None
     sizes: dict[str, int | None] = {}
-    for signal in _signals(config):
+    for signal, before in _signals(config):
         if signal.model is not None:
             sizes[signal.name] = attempt(_reward_model, signal)
         elif signal.server is None and (function := attempt(Function, signal)) is not None and prompt is not None:
-            attempt(function.check, prompt)
+            attempt(function.check, prompt, before)
     roles = {stage.name: attempt(_role_model, config, stage.name) for stage in stages or () if stage.name in ROLES}
     steps = total_steps(len(train), config.prompts_per_step, config.steps, config.epochs) if train is not None else 0
     if train is not None and steps == 0:
@@ -116,7 +116,7 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     lines += [(f"cores of {name}", ", ".join(map(str, own))) for name, own in cores.items()]
     gpus = plan_gpus(config.gpus, instances(config))
     lines += [(f"GPUs of {name}", ", ".join(map(str, own))) for name, own in gpus.items()]
-    for signal in _signals(config):
+    for signal, _ in _signals(config):
         if signal.model is not None:
             lines.append((f"model of {signal.name}", signal_memory(signal, facts.reward_models[signal.name])))
         if signal.server is not None:
@@ -146,8 +146,9 @@ def _data(config: RunConfig, source: str, split: str) -> Dataset:
     return read_dataset(source, split=split, prompt_field=config.data.prompt_field)
 
 
-def _signals(config: RunConfig) -> list[Signal]:
-    return [*config.reward.signals, *(config.cost.signals if config.cost is not None else ())]
+def _signals(config: RunConfig) -> list[tuple[Signal, list[str]]]:
+    """All signals, each with the stages whose scores it is given."""
+    return [(signal, before) for scoring, before in config.scoring.values() for signal in scoring.signals]
 
 
 def _reward_model(signal: Signal) -> int | None:

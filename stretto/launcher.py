@@ -263,6 +263,7 @@ def instances(config: RunConfig) -> list[str]:
     stages = [stage.name for stage in load_algorithm(config.algorithm).stages(config)]
     names = ["broker", "broadcaster"]
     for stage in stages:
-        replicas = getattr(getattr(config, stage, None), "replicas", None)
+        settings = config.scoring[stage][0] if stage in config.scoring else getattr(config, stage, None)
+        replicas = getattr(settings, "replicas", None)
         names += [stage] if replicas is None else [f"{stage}-{i}" for i in range(replicas)]
     return names
