@@ -75,7 +75,10 @@ class Scorer:
         by_sample = [
             dict(zip(names, scores[i : i + len(names)], strict=True)) for i in range(0, len(scores), len(names))
         ]
-        rewards = [combine(sample, self._weights) for sample in by_sample]
+        rewards = [
+            combine(sample, self._weights) if out is None else invalid(out)
+            for sample, out in zip(by_sample, left_out, strict=True)
+        ]
         asked = [reward for reward, out in zip(rewards, left_out, strict=True) if out is None]
         if asked and all(reward.status is not RewardStatus.OK for reward in asked):
             reason, count = Counter(reward.reason for reward in asked).most_common(1)[0]
