@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from services.broker.dataset import Dataset, read_dataset
@@ -44,8 +46,11 @@ class Facts:
     role_parameters: dict[str, int | None]
 
 
-def check_run(config: RunConfig) -> Facts:
-    """Check a config against the files it names. Raises ConfigError with all faults at once, one a line."""
+def check_run(config: RunConfig, hosted: Mapping[str, Function] = MappingProxyType({})) -> Facts:
+    """Check a config against the files it names. Raises ConfigError with all faults at once, one a line.
+
+    hosted: functions of the caller's own process, by the signals that ask for them.
+    """
     faults: list[str] = []
 
     def attempt(check: Any, *args: Any) -> Any:
@@ -68,10 +73,12 @@ def check_run(config: RunConfig) -> Facts:
         attempt(check_vllm, config.rollout)
     prompt = first_prompts(train, 1)[0] if train is not None else None
     sizes: dict[str, int | None] = {}
-    for signal in _signals(config):
+    for signal in signals_of(config):
         if signal.model is not None:
             sizes[signal.name] = attempt(_reward_model, signal)
-        elif signal.server is None and (function := attempt(Function, signal)) is not None and prompt is not None:
+            continue
+        function = hosted.get(signal.name) or (attempt(Function, signal) if signal.server is None else None)
+        if function is not None and prompt is not None:
             attempt(function.check, prompt)
     roles = {stage.name: attempt(_role_model, config, stage.name) for stage in stages or () if stage.name in ROLES}
     steps = total_steps(len(train), config.prompts_per_step, config.steps, config.epochs) if train is not None else 0
@@ -111,7 +118,7 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     lines += [(f"cores of {name}", ", ".join(map(str, own))) for name, own in cores.items()]
     gpus = plan_gpus(config.gpus, instances(config))
     lines += [(f"GPUs of {name}", ", ".join(map(str, own))) for name, own in gpus.items()]
-    for signal in _signals(config):
+    for signal in signals_of(config):
         if signal.model is not None:
             lines.append((f"model of {signal.name}", signal_memory(signal, facts.reward_models[signal.name])))
     lines += policy_memory(config, facts.parameters)
@@ -126,7 +133,8 @@ def _data(config: RunConfig, source: str, split: str) -> Dataset:
     return read_dataset(source, split=split, prompt_field=config.data.prompt_field)
 
 
-def _signals(config: RunConfig) -> list[Signal]:
+def signals_of(config: RunConfig) -> list[Signal]:
+    """All signals of a run: of the reward, then of the cost."""
     return [*config.reward.signals, *(config.cost.signals if config.cost is not None else ())]
 
 

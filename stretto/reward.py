@@ -33,6 +33,12 @@ def serve(score: Callable[..., Any], bind: str = "tcp://127.0.0.1:5555", *, batc
 
 
 async def _serve(score: Callable[..., Any], bind: str, batch: bool) -> None:
+    await server(score, bind, batch=batch).run()
+
+
+def server(score: Callable[..., Any], bind: str, *, batch: bool = False) -> Server:
+    """A server that answers with `score`; it listens already. Raises ConfigError where it cannot."""
+
     async def answer(message: Message) -> Scores:
         if not isinstance(message.body, ScoreRequest):
             raise ProtocolError("unknown_type", f"a reward server does not answer {message.body.type}")
@@ -41,7 +47,7 @@ async def _serve(score: Callable[..., Any], bind: str, batch: bool) -> None:
             return Scores(scores=await _batch(score, samples))
         return Scores(scores=[await _one(score, sample) for sample in samples])
 
-    await Server(bind, answer).run()
+    return Server(bind, answer)
 
 
 async def _one(score: Callable[..., Any], sample: dict[str, Any]) -> Answer:
