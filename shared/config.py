@@ -452,6 +452,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 
     Relative paths in it are relative to the working directory. Raises ConfigError.
     """
+    tree = read_tree(path)
+    for override in overrides or []:
+        _override(tree, override)
+    return parse_config(tree)
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The keys of a YAML file as they are. Raises ConfigError where there is none, or it is not a map."""
     try:
         tree = yaml.safe_load(Path(path).read_text())
     except OSError as error:
@@ -460,9 +468,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise ConfigError(f"the config {path} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"the config {path} should be a map of keys, but is {type(tree).__name__}")
-    for override in overrides or []:
-        _override(tree, override)
-    return parse_config(tree)
+    return tree
 
 
 def dump_config(config: RunConfig) -> str:

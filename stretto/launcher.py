@@ -1,6 +1,6 @@
 """Runs all services of a run on this host: on their cores, started again when they fall, leaving nothing behind.
 
-The command line and, later, the Python front door use `LocalRun`; it prints nothing.
+The command line and trainer.py use `LocalRun`; it prints nothing.
 """
 
 from __future__ import annotations

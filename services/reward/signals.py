@@ -65,12 +65,15 @@ def raised(signal: str, error: BaseException) -> Score:
 class Function:
     """A loaded reward function, called with just the arguments that it takes."""
 
-    def __init__(self, signal: Signal) -> None:
-        """Raises PluginError or ConfigError where the function cannot be loaded or does not take its args."""
+    def __init__(self, signal: Signal, loaded: Any = None) -> None:
+        """loaded: the function itself, where the caller has it.
+
+        Raises PluginError or ConfigError where the function cannot be loaded or does not take its args.
+        """
         assert signal.function is not None
         self.signal = signal
         self._title = f"signal {signal.name}: {signal.function}"
-        self._function = _load(signal.name, signal.function)
+        self._function = _load(signal.name, signal.function) if loaded is None else loaded
         self._is_class = inspect.isclass(self._function)
         # Nothing is made of a class yet: it may take long, and a check needs only the arguments.
         call = partial(self._function.__call__, None) if self._is_class else self._function
