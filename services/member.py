@@ -40,7 +40,7 @@ class Member:
     """One service in a run.
 
     config, run_folder, run_id, total_steps: from the broker's welcome. listened: where an instance of this name has
-    listened in this run. lineage, version: the newest that the broker told of.
+    listened in this run. lineage, version: the newest that the broker told of. gone: whom it has given up.
     state, holds_version, figures: what the next heartbeat tells the broker. account: where this service's time goes.
     """
 
@@ -61,6 +61,7 @@ class Member:
         self.lineage = 0
         self.version = 0
         self.draining = False
+        self.gone: list[str] = []
         self._client = Client(broker)
         self._address: str | None = None
         self._beat_now = asyncio.Event()
@@ -144,6 +145,7 @@ class Member:
             await self.join(self._address)
             return
         self.lineage, self.version, self.draining = pulse.lineage, pulse.version, pulse.draining
+        self.gone = pulse.gone
         if pulse.stop_reason is not None:
             raise RunStopped(pulse.stop_reason)
 

@@ -10,6 +10,7 @@ import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -128,6 +129,8 @@ class Signal(Section):
     def _server_is_an_address(cls, server: str | None) -> str | None:
         if server is not None and not re.fullmatch(r"tcp://[^/@\s]+:\d{1,5}|https?://[^/@\s]+(/\S*)?", server):
             raise ValueError("server is tcp://host:port or http(s)://host/path, without a user or password")
+        if server is not None:
+            urlsplit(server).port  # noqa: B018  raises ValueError where it is none
         return server
 
     @field_validator("clip")

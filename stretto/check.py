@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from services.broker.dataset import Dataset, read_dataset
 from services.broker.prompts import first_prompts, total_steps
@@ -22,6 +25,8 @@ from stretto.launcher import instances
 from stretto.memory import count_parameters, policy_memory, role_memory, signal_memory
 
 ROLES = ("reference", "critic", "cost_critic")
+PORTS = {"http": 80, "https": 443}
+CONNECT_S = 2.0
 MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -114,8 +119,23 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     for signal in _signals(config):
         if signal.model is not None:
             lines.append((f"model of {signal.name}", signal_memory(signal, facts.reward_models[signal.name])))
+        if signal.server is not None:
+            lines.append((f"server of {signal.name}", _reached(signal.server)))
+        if signal.auth_env is not None:
+            is_set = "is set" if os.environ.get(signal.auth_env) else "is not set here; the reward service needs it"
+            lines.append((f"token of {signal.name}", f"{signal.auth_env} {is_set}"))
     lines += policy_memory(config, facts.parameters)
     return lines + [(f"memory of the {r}", role_memory(config, r, n)) for r, n in facts.role_parameters.items()]
+
+
+def _reached(address: str) -> str:
+    """Whether something listens there, as seen from here; another host may see it otherwise."""
+    url = urlsplit(address)
+    try:
+        socket.create_connection((url.hostname or "", url.port or PORTS[url.scheme]), timeout=CONNECT_S).close()
+    except OSError as error:
+        return f"{address} cannot be reached from here: {error.strerror or type(error).__name__}"
+    return f"{address} can be reached from here"
 
 
 def _names(columns: frozenset[str]) -> str:

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from shared.config import RunConfig, dump_config, load_config
+from shared.cores import available_cores, process_environment
 from shared.errors import ConfigError, StrettoError
 from shared.log import warnings_only
 from shared.version import __version__
@@ -225,6 +226,9 @@ def serve(
         if address is None:
             raise ConfigError(f"serve {service} needs --broker (or STRETTO_BROKER): the broker's address")
         work = _service(service)(address, name)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for variable, value in process_environment(service, tuple(available_cores()), processes=ranks).items():
+        os.environ.setdefault(variable, value)  # torch reads them when it is imported; a launcher has set its own
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
         die_with(os.getppid())  # torchrun, which gives each of its processes a session of its own

@@ -11,6 +11,7 @@ from protocol.channel import Server
 from protocol.codec import Message
 from protocol.messages import ScoreRequest, Scores
 from shared.errors import ProtocolError
+from shared.log import log
 
 __all__ = ["serve"]
 
@@ -41,7 +42,9 @@ async def _serve(score: Callable[..., Any], bind: str, batch: bool) -> None:
             return Scores(scores=await _batch(score, samples))
         return Scores(scores=[await _one(score, sample) for sample in samples])
 
-    await Server(bind, answer).run()
+    server = Server(bind, answer)
+    log.info("scores samples", address=server.address)
+    await server.run()
 
 
 async def _one(score: Callable[..., Any], sample: dict[str, Any]) -> Answer:

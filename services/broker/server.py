@@ -204,6 +204,7 @@ class Broker:
             broker_epoch=self._epoch,
             draining=run.state == "draining",
             stop_reason=run.stop_reason,
+            gone=self._roster.gone() if self._roster.service(beat.instance) == "broadcaster" else [],
         )
 
     async def _locate(self, locate: Locate) -> Located:

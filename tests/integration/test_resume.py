@@ -35,7 +35,7 @@ async def test_a_learner_that_is_killed_makes_the_updates_after_its_checkpoint_a
     run = LocalRun(config, workplace.run_folder)
     await run.start()
     waiting = asyncio.create_task(run.wait())
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while (await run.status(wait_version=7, wait_s=60.0))["version"] < 7:
             pass
         os.kill(run.pids["learner"], signal.SIGKILL)
@@ -62,7 +62,7 @@ async def test_a_run_whose_every_process_is_killed_goes_on_with_what_it_had(work
     config = load_config(workplace.write(steps=12, checkpoint={"every": 4}))
     run = LocalRun(config, workplace.run_folder)
     await run.start()
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while (before := await run.status(wait_version=6, wait_s=60.0))["version"] < 6:
             pass
     await run.kill()
@@ -80,7 +80,7 @@ async def test_a_disk_that_is_full_ends_the_run_and_all_up_to_then_is_intact(wor
     config = load_config(workplace.write(steps=200, checkpoint={"every": 4}))
     run = LocalRun(config, workplace.run_folder)
     await run.start()
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while (await run.status(wait_version=6, wait_s=60.0))["version"] < 6:
             pass
         journal = workplace.run_folder / f"{FILE}-wal"

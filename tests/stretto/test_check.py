@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,23 @@ def test_what_a_reward_model_needs_and_is_not_installed_is_told(
         signals = [{"name": "judge", "model": str(reward_model), **settings}]
         with pytest.raises(ConfigError, match=rf"pip install 'stretto\[{extra}\]'"):
             check_run(parse_config(tree | {"reward": {"signals": signals}}))
+
+
+def test_whether_a_reward_server_can_be_reached_is_told(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there, gone = f"http://127.0.0.1:{server.getsockname()[1]}/score", "tcp://127.0.0.1:9"
+        monkeypatch.setenv("HERE", "word")
+        tree["reward"]["signals"] = [
+            {"name": "there", "server": there, "auth_env": "HERE"},
+            {"name": "gone", "server": gone},
+            {"name": "other", "server": there, "auth_env": "ELSEWHERE"},
+        ]
+        config = parse_config(tree)
+        told = dict(derived(config, check_run(config)))
+    assert told["server of there"] == f"{there} can be reached from here"
+    assert told["server of gone"] == f"{gone} cannot be reached from here: Connection refused"
+    assert told["token of there"] == "HERE is set"
+    assert told["token of other"] == "ELSEWHERE is not set here; the reward service needs it"
 
 
 def test_costs_that_the_algorithm_has_no_use_for_are_refused(tree: dict[str, Any]) -> None:
