@@ -175,6 +175,7 @@ class Client:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=500)
 
 

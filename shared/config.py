@@ -91,7 +91,7 @@ class Vllm(Section):
 class Rollout(Section):
     """The service that generates."""
 
-    replicas: Positive = Field(1, description="processes")
+    replicas: int = Field(1, ge=0, description="processes on this host; 0: all of them join from others")
     engine: Literal["embedded", "vllm"] = Field(
         "embedded", description="inference engine: our own on a CPU, or vLLM (pip install 'stretto[vllm]')"
     )
