@@ -136,13 +136,16 @@ class Run:
         wanted = request.max_groups
         if request.max_samples is not None:
             wanted = min(wanted, request.max_samples // self._samples["train"])
-        room = self.ledger.room() if self.state == "running" else 0
+        room = self._room()
         waiting = self.ledger.waiting(request.stage)
         share = -(-(waiting["train"] + room) // max(1, rollouts))
         for _ in range(min(room, min(wanted, share) - waiting["train"])):
             entry = self.ledger.admit("train", self._source.draw())
             entry.written = self.journal.admit(entry)
         return share + waiting["eval"]
+
+    def _room(self) -> int:
+        return self.ledger.room() if self.state == "running" else 0
 
     def _admit_evaluation(self) -> None:
         for prompt in self._evaluations.due(self.ledger.version):
@@ -334,6 +337,9 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """A snapshot of plain values; the keys are described in protocol/SPEC.md."""
+        groups = self.ledger.accounts()
+        queued, leased = groups["train"]["queued"], groups["train"]["leased"]
+        first, *_, last = self.stages
         return {
             "run_id": self.run_id,
             "name": self.config.name,
@@ -344,7 +350,9 @@ class Run:
             "version": self.ledger.version,
             "steps": self.total_steps,
             "lineage": self.ledger.lineage,
-            "groups": self.ledger.accounts(),
+            "groups": groups,
+            "groups_wanted": self._room() + queued.get(first, 0) + leased.get(first, 0),
+            "groups_ready": queued.get(last, 0),
             "staleness": self._staleness,
             "metrics": self._metrics,
             "history": list(self._history),
