@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from services.page import Page
@@ -23,13 +24,13 @@ COUNTS = {
 """Keys of the status, and the names and meanings of their metrics."""
 
 
-def fill(page: Page, status: dict[str, Any]) -> None:
-    """Add the metrics of a status (protocol/SPEC.md) to a page."""
+def fill(page: Page, status: dict[str, Any], stages: Iterable[str]) -> None:
+    """Add the metrics of a status (protocol/SPEC.md) to a page. stages: of the run."""
     page.add_state(status["state"], STATES)
     for key, (name, meaning) in COUNTS.items():
         page.add(name, meaning, status[key])
     for lane, account in status["groups"].items():
-        _add_groups(page, lane, account)
+        _add_groups(page, lane, account, stages)
     members = Counter((member["service"], member["state"].lower()) for member in status["services"])
     for (service, state), count in members.items():
         page.add("members", "instances that are there", count, member=service, state=state)
@@ -45,12 +46,12 @@ def fill(page: Page, status: dict[str, Any]) -> None:
             page.add_figures({name: value}, prefix="step_")
 
 
-def _add_groups(page: Page, lane: str, account: dict[str, Any]) -> None:
+def _add_groups(page: Page, lane: str, account: dict[str, Any], stages: Iterable[str]) -> None:
     """Counts are gauges: a run that is rewound takes back what it had consumed."""
     for name in ("admitted", "consumed", "dead", "in_flight"):
         page.add(f"groups_{name}", "groups of a lane", account[name], lane=lane)
     for reason, count in account["dropped"].items():
         page.add("groups_dropped", "groups that left without being trained", count, lane=lane, reason=reason)
     for name in ("queued", "leased"):
-        for stage, count in account[name].items():
-            page.add(f"groups_{name}", "groups at a stage", count, lane=lane, stage=stage)
+        for stage in stages:
+            page.add(f"groups_{name}", "groups at a stage", account[name].get(stage, 0), lane=lane, stage=stage)

@@ -340,7 +340,8 @@ async def serve(config: RunConfig, run_folder: Path, *, on_bound: Callable[[str,
     Raises ConfigError or DataError where the run cannot begin, RunStopped where it failed.
     """
     broker = Broker(config, run_folder)
-    exposition = Exposition("broker", "broker", lambda page: fill(page, broker.status()), broker.ailment)
+    stages = tuple(broker.run_state.stages)
+    exposition = Exposition("broker", "broker", lambda page: fill(page, broker.status(), stages), broker.ailment)
     await exposition.start()
     on_bound(broker.address, broker.run_state.run_id)
     try:
