@@ -298,7 +298,7 @@ class Metrics(Section):
         "127.0.0.1, and the other services at the ports after it; default: nobody does",
     )
     tensorboard: bool = Field(True, description="write TensorBoard's event files to the run folder")
-    wandb: str | None = Field(None, description="project of Weights & Biases to log to (pip install wandb)")
+    wandb: str | None = Field(None, description="project of Weights & Biases to log to (pip install 'stretto[wandb]')")
 
 
 class RunConfig(Section):

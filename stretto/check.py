@@ -65,7 +65,7 @@ def check_run(config: RunConfig) -> Facts:
     heldout = attempt(_data, config, config.data.heldout, config.data.heldout_split) if config.data.heldout else None
     model = attempt(_model, config)
     if config.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
-        faults.append("metrics.wandb needs wandb, which is not installed: pip install wandb")
+        faults.append("metrics.wandb needs wandb, which is not installed: pip install 'stretto[wandb]'")
     if config.rollout.engine == "vllm":
         attempt(check_vllm, config.rollout)
     prompt = first_prompts(train, 1)[0] if train is not None else None

@@ -8,6 +8,9 @@ from pathlib import Path
 from shared.config import RunConfig
 from shared.errors import ConfigError
 
+FINISH_S = 300.0
+"""Time to send what is not sent yet when the run ends; `wandb sync` sends what is left."""
+
 
 class Wandb:
     """One run there, which goes on when the broker starts again. WANDB_MODE=offline keeps it in the run folder."""
@@ -17,7 +20,9 @@ class Wandb:
         try:
             import wandb
         except ModuleNotFoundError:
-            raise ConfigError("metrics.wandb needs wandb, which is not installed: pip install wandb") from None
+            raise ConfigError(
+                "metrics.wandb needs wandb, which is not installed: pip install 'stretto[wandb]'"
+            ) from None
         try:
             self._run = wandb.init(
                 project=config.metrics.wandb,
@@ -26,7 +31,7 @@ class Wandb:
                 resume="allow",
                 dir=folder,
                 config=config.model_dump(mode="json"),
-                settings=wandb.Settings(console="off"),
+                settings=wandb.Settings(console="off", finish_timeout=FINISH_S),
             )
         except wandb.Error as error:
             raise ConfigError(
@@ -42,5 +47,5 @@ class Wandb:
         """Steps that are made again stand there twice, with their lineage: nothing can be taken back."""
 
     def close(self) -> None:
-        """Have everything sent that is not yet."""
+        """Have everything sent that is not yet, as far as there is time."""
         self._run.finish()

@@ -205,5 +205,5 @@ def test_where_services_show_their_metrics_is_told(tree: dict[str, Any]) -> None
 
 def test_wandb_that_is_not_installed_is_told(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"metrics\.wandb needs wandb, which is not installed: pip install wandb"):
+    with pytest.raises(ConfigError, match=r"metrics\.wandb needs wandb.*'stretto\[wandb\]'"):
         check_run(parse_config(tree | {"metrics": {"wandb": "my-project"}}))

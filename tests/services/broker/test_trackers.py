@@ -178,8 +178,8 @@ def test_wandb_that_is_not_installed_or_cannot_begin_is_an_error_of_a_new_run_al
     with pytest.raises(ConfigError, match="wandb cannot begin: no API key; WANDB_MODE=offline"):
         Trackers(config, tmp_path, "r", 0, warnings.append)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="wandb, which is not installed: pip install wandb"):
+    with pytest.raises(ConfigError, match="wandb, which is not installed: pip install"):
         Trackers(config, tmp_path, "r", 0, warnings.append)
     assert not warnings
     Trackers(config, tmp_path, "r", 7, warnings.append)
-    assert warnings == ["metrics.wandb needs wandb, which is not installed: pip install wandb"]
+    assert warnings == ["metrics.wandb needs wandb, which is not installed: pip install 'stretto[wandb]'"]
