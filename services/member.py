@@ -37,8 +37,8 @@ Answer = TypeVar("Answer", bound=Body)
 
 JOIN_DEADLINE_S = float(os.environ.get("STRETTO_JOIN_S", "60"))
 CLEANUP_S = 5.0
-MISSED_HEARTBEATS = 3
-"""After so many without an answer the broker takes a service for gone, and so does /health."""
+SILENT_HEARTBEATS = 4
+"""How many go without an answer before /health says so; the broker has taken the service for gone by then."""
 
 
 class Member:
@@ -212,7 +212,7 @@ class Member:
         if self.state != "SERVING":
             return self.state.lower()
         silence_s = time.monotonic() - self._heard_at
-        if silence_s > self._heartbeat_s * (MISSED_HEARTBEATS + 1):
+        if silence_s > self._heartbeat_s * SILENT_HEARTBEATS:
             return f"the broker has not answered for {silence_s:.0f} s"
         return None
 
