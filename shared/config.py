@@ -306,6 +306,20 @@ class Broker(Section):
     progress_s: Seconds = Field(600.0, description="time without a finished group or step after which the run stops")
 
 
+class Metrics(Section):
+    """Where figures are shown beside the run folder's own files."""
+
+    port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="`stretto train` has the broker answer `/metrics` (Prometheus) and `/health` at this port of "
+        "127.0.0.1, and the other services at the ports after it; default: nobody does",
+    )
+    tensorboard: bool = Field(True, description="write TensorBoard's event files to the run folder")
+    wandb: str | None = Field(None, description="project of Weights & Biases to log to (pip install 'stretto[wandb]')")
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -343,6 +357,7 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     weights: Weights = Field(default_factory=Weights)
     broker: Broker = Field(default_factory=Broker)
+    metrics: Metrics = Field(default_factory=Metrics)
     cores: Literal["auto", "shared"] | dict[str, tuple[int, ...]] = Field(
         "auto",
         description="auto: rollouts on half of the cores, yielding to the learner; shared: any; or cores by service",

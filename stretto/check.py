@@ -23,7 +23,7 @@ from shared.cores import available_cores, plan_cores, plan_gpus
 from shared.drift import warn_limit
 from shared.errors import ConfigError, StrettoError
 from shared.graph import Stage, check_graph
-from stretto.launcher import instances
+from stretto.launcher import instances, metrics_address
 from stretto.memory import count_parameters, policy_memory, role_memory, signal_memory
 
 ROLES = ("reference", "critic", "cost_critic")
@@ -74,6 +74,8 @@ def check_run(config: RunConfig, hosted: Mapping[str, Function] = MappingProxyTy
     train = attempt(_data, config, config.data.train, config.data.split)
     heldout = attempt(_data, config, config.data.heldout, config.data.heldout_split) if config.data.heldout else None
     model = attempt(_model, config)
+    if config.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
+        faults.append("metrics.wandb needs wandb, which is not installed: pip install 'stretto[wandb]'")
     if config.rollout.engine == "vllm":
         attempt(check_vllm, config.rollout)
     prompt = first_prompts(train, 1)[0] if train is not None else None
@@ -124,6 +126,8 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     lines += [(f"cores of {name}", ", ".join(map(str, own))) for name, own in cores.items()]
     gpus = plan_gpus(config.gpus, instances(config))
     lines += [(f"GPUs of {name}", ", ".join(map(str, own))) for name, own in gpus.items()]
+    shown = {name: metrics_address(config, name) for name in instances(config)}
+    lines += [(f"metrics of {name}", f"http://{address}/metrics") for name, address in shown.items() if address]
     for signal in signals_of(config):
         if signal.model is not None:
             lines.append((f"model of {signal.name}", signal_memory(signal, facts.reward_models[signal.name])))

@@ -162,7 +162,8 @@ class LocalRun:
         self._children[instance] = await Child.start(
             instance,
             [*program, "serve", service, *arguments],
-            environment=process_environment(service, cores, self._gpus.get(instance), processes=ranks),
+            environment=process_environment(service, cores, self._gpus.get(instance), processes=ranks)
+            | {"STRETTO_METRICS": metrics_address(self._config, instance)},
             cores=cores,
             niceness=niceness(instance, self._cores),
             output=logs / f"{instance}.out",
@@ -256,6 +257,12 @@ class LocalRun:
         if not self._broker_keeper.done():
             self.ended = True
             self._children["broker"].kill()
+
+
+def metrics_address(config: RunConfig, instance: str) -> str:
+    """Where a service of a run shows its metrics, as host:port; empty: nowhere."""
+    port = config.metrics.port
+    return "" if port is None else f"127.0.0.1:{port + instances(config).index(instance)}"
 
 
 def instances(config: RunConfig) -> list[str]:
