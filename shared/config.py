@@ -183,6 +183,7 @@ class Training(Section):
     backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
     dtype: Dtype = Field("bfloat16", description="dtype of forward and backward; the master weights are float32")
     tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward and backward pass")
+    halve_on_oom: bool = Field(True, description="try a micro-batch that does not fit into memory in halves, once")
     lr: float = Field(1e-6, gt=0, description="learning rate at its highest")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, down to 0")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises from 0")
@@ -219,6 +220,7 @@ class Reference(Section):
     backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
     dtype: Dtype = Field("bfloat16", description="dtype of its weights")
     tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward pass")
+    halve_on_oom: bool = Field(True, description="try a micro-batch that does not fit into memory in halves, once")
 
 
 class Critic(Training):

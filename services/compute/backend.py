@@ -26,6 +26,9 @@ class Backend(Protocol):
     def collect_gradients(self) -> None:
         """Add the gradients of the compute weights to those of the masters, and clear them."""
 
+    def discard_gradients(self) -> None:
+        """Forget those of the compute weights, of a backward pass that failed."""
+
     def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Cast the masters into the tensors of a snapshot."""
 

@@ -80,6 +80,13 @@ class HFModel:
                 master.grad += weight.grad
             weight.grad = None
 
+    def discard_gradients(self) -> None:
+        """Forget the gradients of the compute weights."""
+        for module, attribute in self._owners.values():
+            weight = module._parameters[attribute]
+            if weight is not None:
+                weight.grad = None
+
     def use_snapshot(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
         """Compute with these tensors from now on; without a copy where the dtype is that of the compute weights."""
         if tensors is None or any(tensor.dtype != self._dtype for tensor in tensors.values()):

@@ -22,6 +22,7 @@ from services.actor import StageActor
 from services.compute.checkpoint import Checkpoints, restore
 from services.compute.hf import HFCritic
 from services.compute.inference import TokenStage
+from services.compute.memory import Room
 from services.critic.trainer import CriticTrainer
 from services.member import Member
 from shared.addresses import advertised, host_of
@@ -47,6 +48,7 @@ class CriticService:
         keep = config.checkpoint.model_copy(update={"keep_last": config.checkpoint.keep_last + 1})
         # One more than the learner, which may fall between the two that are saved.
         self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints" / member.service, keep)
+        self._room = Room(member.service, self._settings)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=member.service)
         self._loaded = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -59,7 +61,7 @@ class CriticService:
         stage = TokenStage(
             VALUES[self._member.service],
             lambda rows: self._trainer.values(rows),
-            self._settings.tokens_per_micro_batch,
+            self._room,
             self._thread,
         )
         actor = StageActor(self._member, stage.process, capacity=GROUPS_AT_ONCE, idle_bucket="groups")
@@ -73,7 +75,7 @@ class CriticService:
         model = str(checkpoint or self._settings.model or config.model)
         torch.manual_seed(config.seed)
         backend = HFCritic.load(model, self._settings, tokenizer=config.tokenizer)
-        trainer = CriticTrainer(config, self._settings, backend, total_steps=self._member.total_steps)
+        trainer = CriticTrainer(config, self._settings, backend, self._room, total_steps=self._member.total_steps)
         if checkpoint is not None:
             restore(checkpoint, trainer)
         return trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from services.compute.backend import Backend
 from services.compute.checkpoint import restore
 from services.compute.hf import HFBackend
+from services.compute.memory import Room
 from services.compute.optimizer import Optimizer
 from services.compute.packing import GroupBatch, PackedRows, Row, micro_batches, pack, unpack
 from services.learner.batch import Part, StepBatch, step_batch
@@ -37,6 +39,7 @@ class Trainer:
         self._crew = crew or Crew()
         self._algorithm = algorithm
         self.backend = backend
+        self._room = Room("learner", config.learner, rank=self._crew.rank, ranks=self._crew.size)
         self.optimizer = Optimizer(backend.parameters, config.learner, total_steps)
         self.version = 0
         self.state = algorithm.initial_state()
@@ -59,7 +62,7 @@ class Trainer:
         be used.
         """
         self._crew.tell("update")
-        started = time.perf_counter()
+        started, halved = time.perf_counter(), self._room.halved
         sums: dict[str, torch.Tensor] = {}
         seconds: dict[str, float] = defaultdict(float)
         norms: list[float] = []
@@ -76,7 +79,8 @@ class Trainer:
             if number == 0:
                 check_drift(_means(sums), self.version, self.config.learner.drift_stop)
             before = time.perf_counter()
-            norms.append(float(self.optimizer.step()))
+            with self._room.during("the optimizer's step"):
+                norms.append(float(self.optimizer.step()))
             seconds["time/optimizer_s"] += time.perf_counter() - before
         metrics = batch.metrics | _means(sums) | {"lr": self.optimizer.lr}
         metrics["loss"] /= max(len(parts), 1)
@@ -87,6 +91,7 @@ class Trainer:
         self.optimizer.advance()
         self.version += 1
         metrics |= seconds | {"time/step_s": time.perf_counter() - started}
+        metrics["memory/halved"] = float(self._room.halved - halved)
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
             names = ", ".join(group.group_id for group in batch.groups)
             raise StrettoError(
@@ -97,7 +102,7 @@ class Trainer:
 
     def _rows(self, groups: list[GroupBatch]) -> list[list[Row] | None]:
         """This rank's micro-batches; None: one that it has no rows for, while other ranks have."""
-        batches = micro_batches(groups, self.config.learner.tokens_per_micro_batch)
+        batches = micro_batches(groups, self._room.max_tokens)
         return self._crew.share(batches, [sum(row.length for row in rows) for rows in batches])
 
     def _idle(self) -> None:
@@ -115,9 +120,14 @@ class Trainer:
             if rows is None:
                 self._idle()
                 continue
-            logprobs, _ = self.backend.logprobs(pack(rows), self.config.sampling.temperature)
-            for group, i, values in unpack(rows, logprobs.numpy()):
-                group.columns["old_logprobs"][i] = values
+            for found in self._room.compute(rows, self._computed):
+                for group, i, values in found:
+                    group.columns["old_logprobs"][i] = values
+
+    def _computed(self, rows: list[Row]) -> list[tuple[GroupBatch, int, np.ndarray]]:
+        """The policy's log-probs, sample by sample, as `unpack` gives them."""
+        logprobs, _ = self.backend.logprobs(pack(rows), self.config.sampling.temperature)
+        return list(unpack(rows, logprobs.numpy()))
 
     def _gradients(
         self, part: Part, state: State, seconds: dict[str, float], *, fresh_lag: int | None
@@ -131,31 +141,33 @@ class Trainer:
             if rows is None:
                 self._idle()
                 continue
-            packed = pack(rows)
-            measures, logprobs = self._micro_batch(packed, part.whole, state, seconds)
-            _add(sums, measures)
-            if fresh_lag is not None:
-                _add(sums, _fresh_drift(packed, logprobs, fresh_lag))
+            work = partial(self._micro_batch, part.whole, state, seconds, fresh_lag)
+            for measures in self._room.compute(rows, work, self.backend.discard_gradients):
+                _add(sums, measures)
         return sums
 
     def _micro_batch(
-        self, packed: PackedRows, whole: Denominators, state: State, seconds: dict[str, float]
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Add to the gradients and the seconds; returns sums of what is measured, and the log-probs, [K]."""
+        self, whole: Denominators, state: State, seconds: dict[str, float], fresh_lag: int | None, rows: list[Row]
+    ) -> dict[str, torch.Tensor]:
+        """Add to the gradients and the seconds; returns sums of what is measured."""
+        packed = pack(rows)
         start = time.perf_counter()
         logprobs, entropy = self.backend.logprobs(packed, self.config.sampling.temperature)
         losses, measures = self._losses(packed, logprobs, entropy, state)
         counted = torch.from_numpy(packed.mask)
         sample = torch.from_numpy(packed.sample)[counted]
         loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, whole)
+        measures |= {"loss": loss.detach(), "entropy": entropy.detach()[counted].sum()}
+        if fresh_lag is not None:
+            measures |= _fresh_drift(packed, logprobs.detach(), fresh_lag)
         middle = time.perf_counter()
         (loss * self._crew.size).backward()  # type: ignore[no-untyped-call]  # gradients are averaged over ranks
-        self.backend.collect_gradients()
+        with self._room.during("the sum of the gradients"):
+            self.backend.collect_gradients()
         end = time.perf_counter()
         seconds["time/forward_s"] += middle - start
         seconds["time/backward_s"] += end - middle
-        measures |= {"loss": loss.detach(), "entropy": entropy.detach()[counted].sum()}
-        return measures, logprobs.detach()
+        return measures
 
     def _losses(
         self, packed: PackedRows, logprobs: torch.Tensor, entropy: torch.Tensor, state: State
@@ -199,6 +211,12 @@ class Trainer:
             }
         return losses, measures
 
+    def _measured(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        """Sums of what is measured, without an update."""
+        packed = pack(rows)
+        computed = self.backend.logprobs(packed, self.config.sampling.temperature)
+        return self._losses(packed, *computed, self.state)[1]
+
     @torch.no_grad()
     def self_check(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """Check, before the first update, that the engine sampled from the policy that the learner computes.
@@ -216,10 +234,9 @@ class Trainer:
         lags = np.zeros(len(tokens), dtype="i8")
         batch = GroupBatch(group.group_id, group.columns["prompt_tokens"], tokens, mask, columns, lags)
         sums: dict[str, torch.Tensor] = {}
-        for rows in micro_batches([batch], self.config.learner.tokens_per_micro_batch):
-            packed = pack(rows)  # each rank computes all of it
-            computed = self.backend.logprobs(packed, self.config.sampling.temperature)
-            _add(sums, self._losses(packed, *computed, self.state)[1])
+        for rows in micro_batches([batch], self._room.max_tokens):  # each rank computes all of it
+            for measures in self._room.compute(rows, self._measured):
+                _add(sums, measures)
         found = _means(sums)
         allowed = tolerance(self.config)
         if not found["drift/mean"] <= allowed or found.get("clip_fraction", 0.0) > 0.05:

@@ -96,6 +96,9 @@ def emulated_trainer(config: RunConfig, total_steps: int, checkpoint: Path | Non
             master.grad = self._weights.grad if master.grad is None else master.grad + self._weights.grad
             self._weights.grad = None
 
+        def discard_gradients(self) -> None:
+            self._weights.grad = None
+
         def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
             tensors["table"].copy_(self.parameters["table"])
 

@@ -75,7 +75,7 @@ async def test_a_critic_goes_back_to_what_it_saved_and_learns_the_same_again(ser
         again = await critic.handle(learn(2, lesson(3)))
         assert again == first and first.metrics["grad_norm"] > 0
         await critic.handle(Message(GoBack(version=0), {}))
-        (values,) = number_tokens(critic._trainer.values, [lesson(1)], 10_000)
+        (values,) = number_tokens(critic._trainer.values, [lesson(1)], critic._room)
         assert critic._trainer.version == 0 and not values.any()
 
 
