@@ -195,8 +195,22 @@ class Training(Section):
     updates: Positive = Field(1, description="optimizer steps that a version is made of, each of a part of its groups")
 
 
+class LoRA(Section):
+    """An adapter that is trained in place of the policy's own weights."""
+
+    rank: Positive = Field(16, description="rank of the adapter's matrices")
+    alpha: Positive = Field(32, description="the adapter's share is multiplied by alpha / rank")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="names of the linear layers that have one, as of peft; all-linear: all but the head"
+    )
+
+
 class Learner(Training):
     """The service that trains the policy."""
+
+    lora: LoRA | None = Field(
+        None, description="train an adapter alone (pip install 'stretto[lora]'); its weights are float32"
+    )
 
     ranks: Positive = Field(1, description="processes that share the policy (FSDP2), started by torchrun on this host")
     drift_warn: float | None = Field(

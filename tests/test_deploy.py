@@ -69,7 +69,7 @@ def test_the_config_that_comes_with_the_compose_file_is_one():
 
 
 def test_what_an_image_installs_before_the_project_is_what_the_project_needs():
-    script = [sys.executable, "deploy/docker/requirements.py", "cpu"]
+    script = [sys.executable, "deploy/docker/requirements.py", "cpu", "lora"]
     printed = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert {"pyzmq>=27", "torch==2.13.0"} <= set(printed)
     pinned = dict(line.split("==") for line in (ROOT / "deploy/docker/constraints.txt").read_text().splitlines())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from services.compute.optimizer import Optimizer, gathered, sharded_like
+from services.compute.optimizer import Optimizer, copied, sharded_like
 from shared.config import Checkpoint, RunConfig, dump_config
 from shared.errors import DataError
 
@@ -30,8 +31,8 @@ class Model(Protocol):
 
     parameters: dict[str, torch.Tensor]
 
-    def save(self, folder: Path) -> None:
-        """Write it as a Hugging Face folder."""
+    def capture(self) -> Callable[[Path], None]:
+        """Copy it; what comes back writes the copy as a Hugging Face folder, or a peft folder."""
 
 
 class Trained(Protocol):
@@ -61,7 +62,7 @@ class Checkpoints:
         for unfinished in self.folder.glob(".checkpoint-*.partial"):
             shutil.rmtree(unfinished)
         aside.mkdir(parents=True)
-        trainer.backend.save(aside)
+        trainer.backend.capture()(aside)
         save_file(optimizer_tensors(trainer), aside / OPTIMIZER_FILE)
         state = {
             "format": FORMAT,
@@ -149,10 +150,10 @@ _KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def optimizer_tensors(trainer: Trained) -> dict[str, torch.Tensor]:
-    """The optimizer's state by name, whole. Where ranks share a policy all of them call it."""
+    """A copy of the optimizer's state by name, whole, on rank 0. Where ranks share a policy all of them call it."""
     state: Any = trainer.optimizer.adamw.state
     tensors = {
-        f"{key}.{name}": gathered(state[parameter][key]).contiguous()
+        f"{key}.{name}": copied(state[parameter][key])
         for name, parameter in trainer.backend.parameters.items()
         if parameter in state
         for key in _KEYS

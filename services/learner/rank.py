@@ -64,9 +64,9 @@ class Rank:
         """As of the backend."""
         self._trainer.backend.score(tokens)
 
-    def save(self, _: list[Columns], folder: str) -> None:
+    def capture(self, _: list[Columns]) -> None:
         """The part of all ranks in a checkpoint, which rank 0 writes."""
-        self._trainer.backend.save(Path(folder))
+        self._trainer.backend.capture()
         optimizer_tensors(self._trainer)
 
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch
 from services.compute.backend import Backend
 from services.compute.checkpoint import restore
 from services.compute.hf import HFBackend
+from services.compute.lora import ADAPTER_FILE
 from services.compute.memory import Room
 from services.compute.optimizer import Optimizer
 from services.compute.packing import GroupBatch, PackedRows, Row, micro_batches, pack, unpack
@@ -24,7 +26,7 @@ from shared.algorithms.base import LossInput, State
 from shared.algorithms.losses import Denominators, aggregate, kl_k3, log_ratio
 from shared.config import RunConfig
 from shared.drift import check_drift, tolerance
-from shared.errors import SelfCheckError, StrettoError
+from shared.errors import DataError, SelfCheckError, StrettoError
 from shared.group import TrajectoryGroup
 
 
@@ -311,16 +313,25 @@ def _means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
 
 def load_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None, crew: Crew | None = None) -> Trainer:
     """The trainer of a run, at the version of a checkpoint or, without one, at version 0. Raises DataError."""
-    model = config.model if checkpoint is None else str(checkpoint)
+    trains_adapter = config.learner.lora is not None
+    if checkpoint is not None and (checkpoint / ADAPTER_FILE).is_file() != trains_adapter:
+        holds, setting = ("a whole model", "set") if trains_adapter else ("an adapter", "not set")
+        raise DataError(
+            f"the checkpoint {checkpoint} holds {holds}, and learner.lora is {setting}: resume with the setting that "
+            "it was made with"
+        )
+    model = config.model if checkpoint is None or trains_adapter else str(checkpoint)
+    places: dict[str, Any] = {"tokenizer": config.tokenizer, "adapter": checkpoint if trains_adapter else None}
+    torch.manual_seed(config.seed)  # of a new adapter, which all ranks begin alike
     backend: HFBackend
     if crew is None or crew.size == 1:
-        backend = HFBackend.load(model, config.learner, tokenizer=config.tokenizer)
+        backend = HFBackend.load(model, config.learner, **places)
     else:
         from services.compute.sharded import ShardedBackend
 
         tree, location = config.model_dump(mode="json"), None if checkpoint is None else str(checkpoint)
         crew.tell("load", config=tree, total_steps=total_steps, checkpoint=location)
-        backend = ShardedBackend.load_shards(model, config.learner, crew.tell, tokenizer=config.tokenizer)
+        backend = ShardedBackend.load_shards(model, config.learner, crew.tell, **places)
     trainer = Trainer(config, backend, load_algorithm(config.algorithm), total_steps=total_steps, crew=crew)
     if checkpoint is not None:
         restore(checkpoint, trainer)

@@ -10,6 +10,8 @@ import signal
 from collections import defaultdict
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from services.broker.journal import FILE
 from shared.config import load_config
@@ -74,6 +76,27 @@ async def test_a_run_whose_every_process_is_killed_goes_on_with_what_it_had(work
     assert (train["admitted"], train["consumed"], train["in_flight"]) == (48, 48, 0)
     rows = [r["row"] for r in {r["group"]: r for r in read_lines(workplace.run_folder / "samples.jsonl")}.values()]
     assert len(set(rows)) == 30  # an epoch of 30 rows, and a part of the next
+
+
+def test_a_run_of_an_adapter_learns_and_goes_on_from_its_checkpoint(workplace):
+    learner = {"dtype": "float32", "lr": 1e-2, "lora": {"rank": 4}}
+    done = workplace.stretto("train", workplace.write(steps=3, learner=learner), "--plain")
+    assert done.returncode == 0, done.stderr
+    config = workplace.write(steps=5, learner=learner)
+    done = workplace.stretto("train", config, "--plain", "--resume")
+    assert done.returncode == 0, done.stderr
+    metrics = read_lines(workplace.run_folder / "metrics.jsonl")
+    assert [step["version"] for step in metrics] == [1, 2, 3, 4, 5]
+    assert any(step["grad_norm"] > 0 for step in metrics[3:] if "grad_norm" in step)
+    checkpoints = workplace.run_folder / "checkpoints"
+    assert not list(checkpoints.rglob("model.safetensors"))
+    made = [load_file(checkpoints / f"checkpoint-{version}" / "adapter_model.safetensors") for version in (3, 5)]
+    assert any(not torch.equal(made[0][name], made[1][name]) for name in made[0])
+    merged = workplace.folder / "merged"
+    done = workplace.stretto("merge", checkpoints / "checkpoint-5", merged)
+    assert done.returncode == 0 and (merged / "model.safetensors").is_file(), done.stderr
+    again = workplace.stretto("merge", checkpoints / "checkpoint-5", merged)
+    assert again.returncode == 2 and "is there already" in again.stderr
 
 
 async def test_a_disk_that_is_full_ends_the_run_and_all_up_to_then_is_intact(workplace):
