@@ -7,7 +7,9 @@ import json
 import os
 import resource
 import signal
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from stretto import launcher
 from stretto.launcher import LocalRun
 
 from .conftest import read_lines
+
+SLOW_DISK = (sys.executable, str(Path(__file__).with_name("slow_disk.py")))
 
 
 def trained_groups(folder) -> dict[int, list[list[str]]]:
@@ -58,6 +62,28 @@ async def test_a_learner_that_is_killed_makes_the_updates_after_its_checkpoint_a
         for name in {"loss", "grad_norm", "lr", "reward/mean", "staleness/mean"} & before.keys():
             assert after[name] == pytest.approx(before[name], rel=1e-5, abs=1e-9), (version, name)
         assert batches[version][0] == batches[version][1]
+
+
+async def test_updates_go_on_while_a_checkpoint_is_written_and_it_counts_once_it_is_there(workplace, monkeypatch):
+    monkeypatch.setattr(launcher, "FIRST_PAUSE_S", 0.1)
+    config = load_config(workplace.write(steps=8, checkpoint={"every": 3}))
+    run = LocalRun(config, workplace.run_folder, program=SLOW_DISK)
+    await run.start()
+    waiting = asyncio.create_task(run.wait())
+    checkpoints = workplace.run_folder / "checkpoints"
+    async with asyncio.timeout(150):
+        while (await run.status(wait_version=5, wait_s=60.0))["version"] < 5:
+            assert not waiting.done()
+        assert not list(checkpoints.glob("checkpoint-*"))
+        os.kill(run.pids["learner"], signal.SIGKILL)
+        while (status := await run.status(wait_version=5, wait_s=1.0))["lineage"] == 0 or status["version"] < 5:
+            assert not waiting.done()
+        assert not list(checkpoints.glob("checkpoint-*"))
+        (workplace.folder / "runs" / "may-write").touch()
+        await waiting
+    made = read_lines(workplace.run_folder / "metrics.jsonl")
+    assert [record["version"] for record in made if record["lineage"] == 1] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-6", "checkpoint-8"]
 
 
 async def test_a_run_whose_every_process_is_killed_goes_on_with_what_it_had(workplace):
