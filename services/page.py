@@ -50,5 +50,5 @@ def metric_name(figure: str) -> tuple[str, float]:
     """A figure's name as Prometheus has it, and the factor to its unit: `weights/pause_s` is in seconds there."""
     end = next((end for end in UNITS if figure.endswith(end)), "")
     unit, factor = UNITS.get(end, ("", 1))
-    name = re.sub(r"\W+", "_", figure.removesuffix(end)) + unit
+    name = re.sub(r"\W+", "_", figure.removesuffix(end), flags=re.ASCII) + unit
     return f"{name}_total" if figure in COUNTERS else name, factor
