@@ -216,3 +216,10 @@ def test_costs_are_scored_by_services_of_their_own(tmp_path: Path) -> None:
     assert launcher.instances(parse_config(tree)) == ["broker", "broadcaster", "rollout-0", "reward-0", "learner"]
     tree |= {"algorithm": "safe_rlhf", "cost": {"replicas": 2, "signals": [{"name": "harm", "function": "length"}]}}
     assert {"cost-0", "cost-1"} <= set(launcher.instances(parse_config(tree)))
+
+
+def test_rollouts_may_all_be_on_other_hosts(tmp_path: Path) -> None:
+    tree = config_of(tmp_path).model_dump()
+    tree["rollout"]["replicas"] = 0
+    elsewhere = parse_config(tree)
+    assert launcher.instances(elsewhere) == ["broker", "broadcaster", "reward-0", "learner"]
