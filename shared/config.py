@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -21,6 +22,11 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+NAME = r"^[a-z][a-z0-9_]*$"
+RESERVED = ("broker", "broadcaster", "rollout", "reward", "cost", "reference", "critic", "cost_critic", "learner")
+"""Names of services, which no stage of a run's own may have."""
 
 
 class Section(BaseModel):
@@ -100,7 +106,7 @@ class Rollout(Section):
 class Signal(Section):
     """One signal: what a function or a reward model says of each sample."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="name of its columns and metrics")
+    name: str = Field(pattern=NAME, description="name of its columns and metrics")
     function: str | None = Field(None, description="built-in name, package.module:function or path/to/file.py:function")
     model: str | None = Field(
         None, description="in place of a function: Hugging Face folder or name of a sequence classifier"
@@ -178,6 +184,16 @@ class Reward(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"two signals have one name: {', '.join(names)}")
         return signals
+
+
+class OwnStage(Reward):
+    """A stage of the run's own: it scores samples as the reward does, and may leave some out. See docs/rewards.md."""
+
+    name: str = Field(pattern=NAME, description="of the stage, and of the argument with its score for later ones")
+    after: tuple[str, ...] = Field((), description="stages before it: `reward`, `cost`, or own ones that stand before")
+    at_least: float | None = Field(
+        None, description="samples of a lower score are left out: no later stage scores them, and they train nothing"
+    )
 
 
 class Training(Section):
@@ -290,6 +306,20 @@ class Broker(Section):
     progress_s: Seconds = Field(600.0, description="time without a finished group or step after which the run stops")
 
 
+class Metrics(Section):
+    """Where figures are shown beside the run folder's own files."""
+
+    port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="`stretto train` has the broker answer `/metrics` (Prometheus) and `/health` at this port of "
+        "127.0.0.1, and the other services at the ports after it; default: nobody does",
+    )
+    tensorboard: bool = Field(True, description="write TensorBoard's event files to the run folder")
+    wandb: str | None = Field(None, description="project of Weights & Biases to log to (pip install 'stretto[wandb]')")
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -316,6 +346,9 @@ class RunConfig(Section):
     rollout: Rollout = Field(default_factory=Rollout)
     reward: Reward
     cost: Reward | None = Field(None, description="the service that scores costs, for safe_rlhf")
+    stages: tuple[OwnStage, ...] = Field(
+        (), description="stages of the run's own, before the reward unless they are after it"
+    )
     learner: Learner = Field(default_factory=Learner)
     reference: Reference = Field(default_factory=Reference)
     critic: Critic = Field(default_factory=Critic)
@@ -324,6 +357,7 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     weights: Weights = Field(default_factory=Weights)
     broker: Broker = Field(default_factory=Broker)
+    metrics: Metrics = Field(default_factory=Metrics)
     cores: Literal["auto", "shared"] | dict[str, tuple[int, ...]] = Field(
         "auto",
         description="auto: rollouts on half of the cores, yielding to the learner; shared: any; or cores by service",
@@ -349,9 +383,19 @@ class RunConfig(Section):
                 "every update: leave them at 1.0 and 0 for training (evaluation.sampling may set them)"
             )
         names = [signal.name for signal in self.reward.signals]
-        for signal in self.cost.signals if self.cost is not None else ():
-            if signal.name in names:
-                raise ValueError(f"reward and cost both have a signal {signal.name}: give one another name")
+        everything = [signal.name for scoring, _ in self.scoring.values() for signal in scoring.signals]
+        if twice := sorted(name for name, count in Counter(everything).items() if count > 1):
+            raise ValueError(f"reward, cost or stages share a signal {twice[0]}: give one another name")
+        known = ["reward", *(["cost"] if self.cost is not None else [])]
+        for stage in self.stages:
+            if stage.name in (*known, *RESERVED):
+                raise ValueError(f"stages: there is a stage {stage.name} already: give yours another name")
+            if unknown := sorted(set(stage.after) - set(known)):
+                raise ValueError(
+                    f"stages: {stage.name} is after {unknown[0]}, which is no stage before it; there are "
+                    f"{', '.join(known)}"
+                )
+            known.append(stage.name)
         if self.evaluation.metric is not None and self.evaluation.metric not in names:
             raise ValueError(f"evaluation.metric is {self.evaluation.metric!r}; the signals are {', '.join(names)}")
         if self.in_flight_groups > self.broker.max_in_flight_groups:
@@ -380,6 +424,19 @@ class RunConfig(Section):
     def eval_sampling(self) -> Sampling:
         """Sampling of evaluations."""
         return self.evaluation.sampling or self.sampling.model_copy(update={"temperature": 0.0})
+
+    @property
+    def scoring(self) -> dict[str, tuple[Reward, list[str]]]:
+        """The stages that score samples by name, each with those whose scores it needs."""
+        late = {"reward", "cost"}
+        for stage in self.stages:
+            if late & set(stage.after):
+                late.add(stage.name)
+        before = [stage.name for stage in self.stages if stage.name not in late]
+        scoring: dict[str, tuple[Reward, list[str]]] = {"reward": (self.reward, before)}
+        if self.cost is not None:
+            scoring["cost"] = self.cost, before
+        return scoring | {stage.name: (stage, list(stage.after)) for stage in self.stages}
 
     def critic_settings(self, name: str) -> Critic:
         """The settings of the critic of that name."""
@@ -410,6 +467,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 
     Relative paths in it are relative to the working directory. Raises ConfigError.
     """
+    tree = read_tree(path)
+    for override in overrides or []:
+        _override(tree, override)
+    return parse_config(tree)
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The keys of a YAML file as they are. Raises ConfigError where there is none, or it is not a map."""
     try:
         tree = yaml.safe_load(Path(path).read_text())
     except OSError as error:
@@ -418,9 +483,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise ConfigError(f"the config {path} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"the config {path} should be a map of keys, but is {type(tree).__name__}")
-    for override in overrides or []:
-        _override(tree, override)
-    return parse_config(tree)
+    return tree
 
 
 def dump_config(config: RunConfig) -> str:

@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,7 +23,7 @@ from shared.cores import available_cores, plan_cores, plan_gpus
 from shared.drift import warn_limit
 from shared.errors import ConfigError, StrettoError
 from shared.graph import Stage, check_graph
-from stretto.launcher import instances
+from stretto.launcher import instances, metrics_address
 from stretto.memory import count_parameters, policy_memory, role_memory, signal_memory
 
 ROLES = ("reference", "critic", "cost_critic")
@@ -49,8 +51,11 @@ class Facts:
     role_parameters: dict[str, int | None]
 
 
-def check_run(config: RunConfig) -> Facts:
-    """Check a config against the files it names. Raises ConfigError with all faults at once, one a line."""
+def check_run(config: RunConfig, hosted: Mapping[str, Function] = MappingProxyType({})) -> Facts:
+    """Check a config against the files it names. Raises ConfigError with all faults at once, one a line.
+
+    hosted: functions of the caller's own process, by the signals that ask for them.
+    """
     faults: list[str] = []
 
     def attempt(check: Any, *args: Any) -> Any:
@@ -69,15 +74,20 @@ def check_run(config: RunConfig) -> Facts:
     train = attempt(_data, config, config.data.train, config.data.split)
     heldout = attempt(_data, config, config.data.heldout, config.data.heldout_split) if config.data.heldout else None
     model = attempt(_model, config)
+    if config.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
+        faults.append("metrics.wandb needs wandb, which is not installed: pip install 'stretto[wandb]'")
     if config.rollout.engine == "vllm":
         attempt(check_vllm, config.rollout)
     prompt = first_prompts(train, 1)[0] if train is not None else None
     sizes: dict[str, int | None] = {}
-    for signal in _signals(config):
-        if signal.model is not None:
-            sizes[signal.name] = attempt(_reward_model, signal)
-        elif signal.server is None and (function := attempt(Function, signal)) is not None and prompt is not None:
-            attempt(function.check, prompt)
+    for scoring, before in config.scoring.values():
+        for signal in scoring.signals:
+            if signal.model is not None:
+                sizes[signal.name] = attempt(_reward_model, signal)
+                continue
+            function = hosted.get(signal.name) or (attempt(Function, signal) if signal.server is None else None)
+            if function is not None and prompt is not None:
+                attempt(function.check, prompt, before)
     roles = {stage.name: attempt(_role_model, config, stage.name) for stage in stages or () if stage.name in ROLES}
     steps = total_steps(len(train), config.prompts_per_step, config.steps, config.epochs) if train is not None else 0
     if train is not None and steps == 0:
@@ -116,7 +126,9 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     lines += [(f"cores of {name}", ", ".join(map(str, own))) for name, own in cores.items()]
     gpus = plan_gpus(config.gpus, instances(config))
     lines += [(f"GPUs of {name}", ", ".join(map(str, own))) for name, own in gpus.items()]
-    for signal in _signals(config):
+    shown = {name: metrics_address(config, name) for name in instances(config)}
+    lines += [(f"metrics of {name}", f"http://{address}/metrics") for name, address in shown.items() if address]
+    for signal in signals_of(config):
         if signal.model is not None:
             lines.append((f"model of {signal.name}", signal_memory(signal, facts.reward_models[signal.name])))
         if signal.server is not None:
@@ -131,6 +143,8 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
 def _reached(address: str) -> str:
     """Whether something listens there, as seen from here; another host may see it otherwise."""
     url = urlsplit(address)
+    if url.port == 0:
+        return "this process, at a port of its own"
     try:
         socket.create_connection((url.hostname or "", url.port or PORTS[url.scheme]), timeout=CONNECT_S).close()
     except OSError as error:
@@ -146,8 +160,9 @@ def _data(config: RunConfig, source: str, split: str) -> Dataset:
     return read_dataset(source, split=split, prompt_field=config.data.prompt_field)
 
 
-def _signals(config: RunConfig) -> list[Signal]:
-    return [*config.reward.signals, *(config.cost.signals if config.cost is not None else ())]
+def signals_of(config: RunConfig) -> list[Signal]:
+    """All signals of a run: of the reward, the cost, and then of the run's own stages."""
+    return [signal for scoring, _ in config.scoring.values() for signal in scoring.signals]
 
 
 def _reward_model(signal: Signal) -> int | None:

@@ -352,24 +352,20 @@ def _find_service(name: str) -> Any:
     match name:
         case "rollout":
             from services.rollout import service as found
-        case "reward":
-            from services.reward import service as found  # type: ignore[no-redef]
         case "reference":
             from services.reference import service as found  # type: ignore[no-redef]
         case "critic" | "cost_critic":
             from services.critic.service import serve as serve_critic
 
             return partial(serve_critic, service=name)
-        case "cost":
-            from services.reward.service import serve as serve_rewards
-
-            return partial(serve_rewards, service="cost")
         case "learner":
             from services.learner import service as found  # type: ignore[no-redef]
         case "broadcaster":
             from services.broadcaster import service as found  # type: ignore[no-redef]
-        case _:
-            raise ConfigError(f"there is no service {name!r}; there are broker, {', '.join(SERVICES)}")
+        case stage:  # the reward, the cost, or one of the run's own, which only its config tells
+            from services.reward.service import serve as serve_scores
+
+            return partial(serve_scores, stage=stage)
     return found.serve
 
 

@@ -86,14 +86,12 @@ def _mean(metrics: list[dict[str, Any]], name: str) -> float | None:
 
 
 def _draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     own = [name for name in ALGORITHM_FIGURES if _present(metrics, name)]
     rows = 2 + -(-len(own) // 2)
-    figure, axes = pyplot.subplots(rows, 2, figsize=(12, 4 * rows), layout="constrained")
+    figure = Figure(figsize=(12, 4 * rows), layout="constrained")  # pyplot's would be the caller's, too
+    axes = figure.subplots(rows, 2)
     (left, right), (distance, k3) = axes[:2]
     versions = [record["version"] for record in metrics]
     rewards = [record.get("reward/generated") for record in metrics]
@@ -118,7 +116,6 @@ def _draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]
         place.spines[["top", "right"]].set_visible(False)
         place.set_visible(place.has_data())
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _draw_drift(axes: Any, metrics: list[dict[str, Any]], **figures: tuple[str, str]) -> None:

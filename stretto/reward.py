@@ -34,6 +34,14 @@ def serve(score: Callable[..., Any], bind: str = "tcp://127.0.0.1:5555", *, batc
 
 
 async def _serve(score: Callable[..., Any], bind: str, batch: bool) -> None:
+    listening = server(score, bind, batch=batch)
+    log.info("scores samples", address=listening.address)
+    await listening.run()
+
+
+def server(score: Callable[..., Any], bind: str, *, batch: bool = False) -> Server:
+    """A server that answers with `score`; it listens already. Raises ConfigError where it cannot."""
+
     async def answer(message: Message) -> Scores:
         if not isinstance(message.body, ScoreRequest):
             raise ProtocolError("unknown_type", f"a reward server does not answer {message.body.type}")
@@ -42,9 +50,7 @@ async def _serve(score: Callable[..., Any], bind: str, batch: bool) -> None:
             return Scores(scores=await _batch(score, samples))
         return Scores(scores=[await _one(score, sample) for sample in samples])
 
-    server = Server(bind, answer)
-    log.info("scores samples", address=server.address)
-    await server.run()
+    return Server(bind, answer)
 
 
 async def _one(score: Callable[..., Any], sample: dict[str, Any]) -> Answer:

@@ -63,26 +63,21 @@ def overlap_ratio(spans: dict[str, list[Span]]) -> float | None:
 
 def draw_timeline(spans: dict[str, list[Span]], path: Path, *, window_s: float = 40.0) -> None:
     """A picture: a readable window from the middle of the run, and the whole run below it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = [name for name in spans if name.rpartition("-")[0] in COLOURS or name in COLOURS]
     begin = min(spans[name][0][0] for name in rows)
     end = max(spans[name][-1][1] for name in rows)
     middle = (begin + end) / 2
     window = (max(begin, middle - window_s / 2), min(end, middle + window_s / 2))
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(12, 1.6 + 0.9 * len(rows)), height_ratios=(2, 1), layout="constrained"
-    )
+    figure = Figure(figsize=(12, 1.6 + 0.9 * len(rows)), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(2, 1))
     for axes, (left, right) in ((above, window), (below, (begin, end))):
         _draw_rows(axes, rows, spans, left, right, begin)
     above.set_title(f"{window[1] - window[0]:.0f} s from the middle of the run", loc="left", fontsize=10)
     below.set_title("the whole run", loc="left", fontsize=10)
     below.set_xlabel("seconds since the first work")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _draw_rows(

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from shared.config import RunConfig
-from shared.errors import ConfigError, DataError, ProtocolError, StrettoError, Unreachable
+from shared.errors import ConfigError, DataError, ProtocolError, RunStopped, StrettoError, Unreachable
 from stretto.contact import running_broker
 from stretto.launcher import LocalRun
 from stretto.live import LiveView, PlainView
 from stretto.report import make_report, show_report
 
 REFRESH_S = 1.0
+ENDING = "ending: the learner saves what it has; once more to end at once"
 
 
 async def train_locally(config: RunConfig, folder: Path, *, plain: bool, console: Console) -> None:
@@ -27,18 +31,43 @@ async def train_locally(config: RunConfig, folder: Path, *, plain: bool, console
     """
     view = PlainView(console) if plain else LiveView(console)
     run = LocalRun(config, folder, on_event=view.event)
+    interrupts = _Interrupts(run, view)
+    try:
+        await follow(run, view)
+    finally:
+        interrupts.close()
+    if (folder / "metrics.jsonl").stat().st_size:
+        show_report(console, make_report(folder))
+
+
+async def follow(run: LocalRun, view: PlainView | LiveView) -> None:
+    """Start a run, show it until it has ended, and leave no process of it. Raises RunStopped or ConfigError."""
     with view:
-        interrupts = _Interrupts(run, view)
         try:
             await run.start()
             viewing = asyncio.create_task(_show(run, view), name="view")
             await run.wait()
             await viewing
         finally:
-            interrupts.close()
             await run.kill()
-    if (folder / "metrics.jsonl").stat().st_size:
-        show_report(console, make_report(folder))
+
+
+async def first_evaluation(run: LocalRun) -> dict[str, Any]:
+    """Start a run, and end it once it has evaluated its version 0. Raises RunStopped or ConfigError."""
+    await run.start()
+    running = asyncio.create_task(run.wait(), name="run")
+    try:
+        while not running.done():
+            with contextlib.suppress(Unreachable, ProtocolError):  # the run's own end tells why
+                if found := (await run.status())["evaluations"]:
+                    evaluation: dict[str, Any] = found[0]
+                    return evaluation
+            await asyncio.wait([running], timeout=REFRESH_S)
+        await running
+        raise RunStopped("the run has ended without an evaluation")
+    finally:
+        await run.kill()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def new_run_folder(config: RunConfig, asked: Path | None) -> Path:
@@ -92,6 +121,20 @@ async def _show(run: LocalRun, view: PlainView | LiveView) -> None:
             return
 
 
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Have SIGTERM raise KeyboardInterrupt where this is the main thread and nobody else wants the signal."""
+    is_free = threading.current_thread() is threading.main_thread()
+    is_free = is_free and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if is_free:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if is_free:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class _Interrupts:
     """Ctrl-C and SIGTERM: first drain, then kill."""
 
@@ -106,7 +149,7 @@ class _Interrupts:
         self._tasks.append(asyncio.create_task(ending, name="interrupt"))
 
     async def _drain(self) -> None:
-        self._view.event("ending: the learner saves what it has; once more to end at once")
+        self._view.event(ENDING)
         try:
             await self._run.drain("interrupted")
         except StrettoError as error:

@@ -82,8 +82,8 @@ class Roster:
         return list(self._departed)
 
     def of(self, service: str) -> list[Listed]:
-        """The members that run a service."""
-        return [m for m in self._members.values() if m.hello.service == service]
+        """The members that run a service, or work at a stage of that name."""
+        return [m for m in self._members.values() if (m.hello.stage or m.hello.service) == service]
 
     def address(self, service: str) -> str | None:
         """Where a service listens, if one is there that does."""

@@ -212,3 +212,16 @@ def test_a_model_of_a_role_that_is_not_there_is_told(tree: dict[str, Any], tmp_p
     with pytest.raises(ConfigError, match=r"critic\.model: there is no model folder") as raised:
         check_run(parse_config(tree))
     assert "reference.model: " in str(raised.value)
+
+
+def test_where_services_show_their_metrics_is_told(tree: dict[str, Any]) -> None:
+    config = parse_config(tree | {"metrics": {"port": 9500}})
+    values = dict(derived(config, check_run(config)))
+    assert values["metrics of broker"] == "http://127.0.0.1:9500/metrics"
+    assert values["metrics of learner"] == "http://127.0.0.1:9504/metrics"
+
+
+def test_wandb_that_is_not_installed_is_told(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"metrics\.wandb needs wandb.*'stretto\[wandb\]'"):
+        check_run(parse_config(tree | {"metrics": {"wandb": "my-project"}}))

@@ -223,3 +223,22 @@ def test_rollouts_may_all_be_on_other_hosts(tmp_path: Path) -> None:
     tree["rollout"]["replicas"] = 0
     elsewhere = parse_config(tree)
     assert launcher.instances(elsewhere) == ["broker", "broadcaster", "reward-0", "learner"]
+
+
+def test_services_show_metrics_at_ports_in_a_row_where_the_config_names_one(tmp_path: Path) -> None:
+    tree = config_of(tmp_path).model_dump()
+    assert launcher.metrics_address(parse_config(tree), "broker") == ""
+    config = parse_config(tree | {"metrics": {"port": 9500}})
+    addresses = [launcher.metrics_address(config, instance) for instance in launcher.instances(config)]
+    assert addresses == [f"127.0.0.1:{port}" for port in range(9500, 9505)]
+
+
+async def test_services_do_not_all_listen_where_the_environment_has_the_launcher_show_metrics(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_METRICS", "0.0.0.0:9500")  # as in the images
+    run = make()
+    await run.start()
+    environment = Path(f"/proc/{run.pids['learner']}/environ").read_bytes().split(b"\0")
+    await run.kill()
+    assert b"STRETTO_METRICS=" in environment

@@ -1,0 +1,11 @@
+from stretto import GRPOTrainer
+
+sums = [{"prompt": f"{a}+{b}=? Only the number.", "answer": str(a + b)} for a in range(1, 21) for b in range(1, 21)]
+
+
+def reward(completion, answer):
+    return (completion.strip() == answer) + 0.2 * (answer in completion)
+
+
+settings = {"steps": 60, "learner": {"lr": 3e-5}, "sampling": {"max_tokens": 6}}
+GRPOTrainer(settings, actor_model="smollm2-135m", reward_model=reward, data_provider=sums).train()
