@@ -202,6 +202,7 @@ class Training(Section):
     backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
     dtype: Dtype = Field("bfloat16", description="dtype of forward and backward; the master weights are float32")
     tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward and backward pass")
+    halve_on_oom: bool = Field(True, description="try a micro-batch that does not fit into memory in halves, once")
     lr: float = Field(1e-6, gt=0, description="learning rate at its highest")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, down to 0")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises from 0")
@@ -213,8 +214,22 @@ class Training(Section):
     updates: Positive = Field(1, description="optimizer steps that a version is made of, each of a part of its groups")
 
 
+class LoRA(Section):
+    """An adapter that is trained in place of the policy's own weights."""
+
+    rank: Positive = Field(16, description="rank of the adapter's matrices")
+    alpha: Positive = Field(32, description="the adapter's share is multiplied by alpha / rank")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="names of the linear layers that have one, as of peft; all-linear: all but the head"
+    )
+
+
 class Learner(Training):
     """The service that trains the policy."""
+
+    lora: LoRA | None = Field(
+        None, description="train an adapter alone (pip install 'stretto[lora]'); its weights are float32"
+    )
 
     ranks: Positive = Field(1, description="processes that share the policy (FSDP2), started by torchrun on this host")
     drift_warn: float | None = Field(
@@ -238,6 +253,7 @@ class Reference(Section):
     backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
     dtype: Dtype = Field("bfloat16", description="dtype of its weights")
     tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward pass")
+    halve_on_oom: bool = Field(True, description="try a micro-batch that does not fit into memory in halves, once")
 
 
 class Critic(Training):

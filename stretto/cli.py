@@ -155,6 +155,20 @@ def replay(
 
 
 @app.command()
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoint of a run with learner.lora, or any peft folder")],
+    folder: Annotated[Path, typer.Argument(help="where the Hugging Face folder is written")],
+) -> None:
+    """Merge an adapter into the model that it was trained beside."""
+    from services.compute.lora import merge as merge_adapter
+
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is there already, and not empty")
+    merge_adapter(checkpoint, folder)
+    console.print(f"merged into {folder}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def drain(
     run_folder: Annotated[Path | None, typer.Argument(help="folder of a run whose broker runs on this host")] = None,
     broker: Broker = None,

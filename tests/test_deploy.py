@@ -131,7 +131,7 @@ def test_the_health_check_of_the_images_asks_the_service(code, exit_code):
 
 
 def test_what_an_image_installs_before_the_project_is_what_the_project_needs():
-    script = [sys.executable, "deploy/docker/requirements.py", "cpu"]
+    script = [sys.executable, "deploy/docker/requirements.py", "cpu", "lora"]
     printed = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert {"pyzmq>=27", "torch==2.13.0"} <= set(printed)
     pinned = dict(line.split("==") for line in (ROOT / "deploy/docker/constraints.txt").read_text().splitlines())

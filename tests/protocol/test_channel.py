@@ -114,6 +114,13 @@ async def test_a_peer_that_is_not_there_is_named_with_its_address_and_the_time_w
     await client.close()
 
 
+async def test_a_client_that_is_closed_says_so():
+    client = Client("tcp://127.0.0.1:9", peer="broker")
+    await client.close()
+    with pytest.raises(Unreachable, match=r"broker tcp://127.0.0.1:9 is not asked any more: its client was closed"):
+        await client.request(Drain(reason="r"), Ok)
+
+
 async def test_a_client_that_is_closed_leaves_no_file_open():
     async def handle(message):
         return Ok()
