@@ -64,7 +64,7 @@ def test_an_empty_list_of_signals_is_a_fault() -> None:
 
 
 def test_every_fault_is_named_at_once() -> None:
-    assert len(faults_of(prompts_per_step=0, learner={"lr": -1}, rollout={"replicas": 0})) == 3
+    assert len(faults_of(prompts_per_step=0, learner={"lr": -1}, rollout={"replicas": -1})) == 3
 
 
 def test_the_path_of_a_fault_holds_keys_and_nothing_else() -> None:

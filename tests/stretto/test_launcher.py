@@ -218,6 +218,13 @@ def test_costs_are_scored_by_services_of_their_own(tmp_path: Path) -> None:
     assert {"cost-0", "cost-1"} <= set(launcher.instances(parse_config(tree)))
 
 
+def test_rollouts_may_all_be_on_other_hosts(tmp_path: Path) -> None:
+    tree = config_of(tmp_path).model_dump()
+    tree["rollout"]["replicas"] = 0
+    elsewhere = parse_config(tree)
+    assert launcher.instances(elsewhere) == ["broker", "broadcaster", "reward-0", "learner"]
+
+
 def test_services_show_metrics_at_ports_in_a_row_where_the_config_names_one(tmp_path: Path) -> None:
     tree = config_of(tmp_path).model_dump()
     assert launcher.metrics_address(parse_config(tree), "broker") == ""
