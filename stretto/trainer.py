@@ -20,7 +20,7 @@ from services.reward.signals import Function
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig
 from shared.cores import available_cores, plan_cores, plan_gpus
-from shared.errors import ConfigError, RunStopped, StrettoError
+from shared.errors import ConfigError, RunStopped, StrettoError, Unreachable
 from stretto.arguments import SHORT_KEYS, Source, read_arguments
 from stretto.background import LOOPBACK, Background, host
 from stretto.check import Facts, check_run, derived, signals_of
@@ -148,7 +148,7 @@ class Trainer:
                     self.stop()
                 raise
         if progress and result.metrics:
-            show_report(Console(force_jupyter=False), make_report(result.folder))
+            show_report(_console(progress), make_report(result.folder))
         return result
 
     def start(self, *, resume: bool = False, progress: bool = True) -> Self:
@@ -158,7 +158,7 @@ class Trainer:
         if not resume and self._arguments.objects:
             shutil.copytree(self._inputs(), folder / "inputs", dirs_exist_ok=True)
         config = self._hosted(folder / "inputs")
-        console = Console(quiet=not progress, force_jupyter=False)
+        console = _console(progress)
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
         self._view = LiveView(console) if console.is_terminal else PlainView(console)
         self._run = LocalRun(config, folder, on_event=self._view.event)
@@ -178,11 +178,14 @@ class Trainer:
         return Result(self._run.folder, self._checkpoint(), *found)
 
     def status(self) -> dict[str, Any]:
-        """How the run stands, as `stretto status --json` tells. Raises Unreachable where its broker does not answer."""
+        """How the run stands, as `stretto status --json` tells; the `state` alone where there is no broker to ask."""
         if self._run is None:
             return {"state": "not started"}
         if not self._ended.done():
-            return self._loops[0].call(self._run.status())
+            try:
+                return self._loops[0].call(self._run.status())
+            except Unreachable:
+                return {"state": "starting"}
         final = self._run.folder / "status.json"
         return dict(json.loads(final.read_text())) if final.is_file() else {"state": "failed"}
 
@@ -292,6 +295,12 @@ class SafeRLHFTrainer(Trainer):
     """A run of Safe RLHF, with costs and two critics."""
 
     preset = "safe_rlhf"
+
+
+def _console(progress: bool) -> Console:
+    """For plain lines in a notebook too, which says that it is a terminal."""
+    is_notebook = Console().is_jupyter
+    return Console(quiet=not progress, force_jupyter=False, force_terminal=False if is_notebook else None)
 
 
 def _by_name(function: Function) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 from stretto import GRPOTrainer
 
-sums = [{"prompt": f"{a}+{b}=? Only the number.", "answer": str(a + b)} for a in range(1, 21) for b in range(1, 21)]
+ask = "What is {}+{}? Reply with the number only."
+sums = [{"prompt": ask.format(a, b), "answer": str(a + b)} for a in range(1, 21) for b in range(1, 21)]
 
 
 def reward(completion, answer):
