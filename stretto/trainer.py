@@ -39,6 +39,8 @@ from stretto.train import (
     sigterm_as_ctrl_c,
 )
 
+INPUTS = "inputs"
+"""The folder, below the run folder, of what was in memory."""
 RUN_CLOSE_S, FUNCTIONS_CLOSE_S = 60.0, 5.0
 ASYNC_REQUESTS = 64
 
@@ -90,7 +92,7 @@ class Trainer:
         """
         own = {name: value for name, value in locals().items() if name in (*SHORT_KEYS, "tokenizer", "device_map")}
         self._arguments = read_arguments(config, settings | own, self.preset)
-        self.config = self._arguments.config(Path(), {})
+        self.config = self._arguments.config(Path(INPUTS), {})
         load_algorithm(self.config.algorithm).check(self.config)
         functions = self._arguments.functions
         self._functions = {
@@ -111,9 +113,8 @@ class Trainer:
         config, names = self.config, instances(self.config)
         cores, gpus = plan_cores(config.cores, names, available_cores()), plan_gpus(config.gpus, names)
         length = f"{config.steps} steps" if config.epochs is None else f"{config.epochs} epochs"
-        lines = [("run", f"{length} of {config.prompts_per_step} × {config.samples_per_prompt} samples")]
-        lines.append(("algorithm", config.algorithm.name))
-        lines.append(("model", config.model))
+        length = f"{length} of {config.prompts_per_step} × {config.samples_per_prompt} samples"
+        lines = [("run", length), ("algorithm", config.algorithm.name), ("model", config.model)]
         lines += [(f"signal {s.name}", s.function or s.model or s.server or "") for s in signals_of(config)]
         for name in names:
             where = f"cores {', '.join(map(str, cores[name]))}"
@@ -156,8 +157,8 @@ class Trainer:
         self._require_ready()
         folder = (resumed_run_folder if resume else new_run_folder)(self.config, self._folder)
         if not resume and self._arguments.objects:
-            shutil.copytree(self._inputs(), folder / "inputs", dirs_exist_ok=True)
-        config = self._hosted(folder / "inputs")
+            shutil.copytree(self._inputs(), folder / INPUTS, dirs_exist_ok=True)
+        config = self._hosted(folder / INPUTS)
         console = _console(progress)
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
         self._view = LiveView(console) if console.is_terminal else PlainView(console)

@@ -8,5 +8,5 @@ def reward(completion, answer):
     return (completion.strip() == answer) + 0.2 * (answer in completion)
 
 
-settings = {"steps": 60, "learner": {"lr": 3e-5}, "sampling": {"max_tokens": 6}}
+settings = {"steps": 60, "learner": {"lr": 3e-5}, "sampling": {"max_tokens": 6}, "data": {"system": "Calculator"}}
 GRPOTrainer(settings, actor_model="smollm2-135m", reward_model=reward, data_provider=sums).train()
