@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from rich.console import Console
-
 from services.reward.signals import Function
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig
@@ -27,7 +25,7 @@ from stretto.check import Facts, check_run, derived, signals_of
 from stretto.devices import ResourcePool
 from stretto.inputs import write_inputs
 from stretto.launcher import LocalRun, instances
-from stretto.live import LiveView, PlainView
+from stretto.live import LiveView, PlainView, console_here
 from stretto.models import MODELS, pull, resolve
 from stretto.report import make_report, show_report
 from stretto.train import (
@@ -149,7 +147,7 @@ class Trainer:
                     self.stop()
                 raise
         if progress and result.metrics:
-            show_report(_console(progress), make_report(result.folder))
+            show_report(console_here(), make_report(result.folder))
         return result
 
     def start(self, *, resume: bool = False, progress: bool = True) -> Self:
@@ -159,7 +157,7 @@ class Trainer:
         if not resume and self._arguments.objects:
             shutil.copytree(self._inputs(), folder / INPUTS, dirs_exist_ok=True)
         config = self._hosted(folder / INPUTS)
-        console = _console(progress)
+        console = console_here(quiet=not progress)
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
         self._view = LiveView(console) if console.is_terminal else PlainView(console)
         self._run = LocalRun(config, folder, on_event=self._view.event)
@@ -296,12 +294,6 @@ class SafeRLHFTrainer(Trainer):
     """A run of Safe RLHF, with costs and two critics."""
 
     preset = "safe_rlhf"
-
-
-def _console(progress: bool) -> Console:
-    """For plain lines in a notebook too, which says that it is a terminal."""
-    is_notebook = Console().is_jupyter
-    return Console(quiet=not progress, force_jupyter=False, force_terminal=False if is_notebook else None)
 
 
 def _by_name(function: Function) -> Callable[..., Any]:
