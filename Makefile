@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 PIP_INSTALL := -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test test-vllm lint chaos fuzz soak containers format clean
+.PHONY: help demo test test-vllm lint chaos fuzz soak containers two-hosts format clean
 
 help:
 	@echo "make demo       install, pull a small model, and train it on the arithmetic example (about 10 minutes on 2 cores)"
@@ -18,6 +18,7 @@ help:
 	@echo "make fuzz       send a million mutated messages (about 10 minutes)"
 	@echo "make soak       50,000 steps of an emulated model: no service may grow (about 20 minutes)"
 	@echo "make containers build the image and run the compose file, rollouts scaled and killed (needs docker; 15 minutes)"
+	@echo "make two-hosts  a run whose rollouts are on another host, by gloo and by stream, with keys (needs root; 2 minutes)"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the environments and the runs"
 
@@ -76,6 +77,9 @@ soak: $(VENV)/.dev
 
 containers: $(VENV)/.dev
 	$(BIN)/python tests/containers/run.py
+
+two-hosts: $(VENV)/.dev
+	$(BIN)/python -m tests.containers.two_hosts
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -89,6 +89,8 @@ class Client:
         """
         if self._refusal is not None:
             raise self._refusal
+        if self._socket.closed:
+            raise Unreachable(f"{self._peer} {self.address} is not asked any more: its client was closed")
         if not self._background:
             parts = (self._read(), self._watch())
             self._background = [asyncio.create_task(part, name=f"answers of {self._peer}") for part in parts]
@@ -175,6 +177,7 @@ class Client:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=500)
 
 

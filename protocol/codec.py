@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import msgpack
 import numpy as np
 import zmq
@@ -27,9 +26,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "f2": np.dtype("<f2"),
     "f4": np.dtype("<f4"),
     "f8": np.dtype("<f8"),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
     "bool": np.dtype("?"),
 }
+"""Those of the wire, but for bf16, which NumPy does not know by itself."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_DIMENSIONS = 8
 _BOOL = DTYPES["bool"]
@@ -38,6 +37,16 @@ PACKED_BELOW = 16_384
 _ALIGNMENT = 8
 
 Frame = bytes | memoryview | zmq.Frame
+
+
+def dtype_named(name: Any) -> np.dtype[Any] | None:
+    """The dtype of this name on the wire, None where there is none."""
+    if name == "bf16":
+        import ml_dtypes  # half a second, which only those who use it should wait
+
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    return DTYPES.get(name) if isinstance(name, str) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +96,9 @@ def columns_to_frames(columns: Columns) -> tuple[list[list[Any]], list[bytes | m
     small: list[bytes] = []
     large: list[bytes | memoryview] = []
     for name, array in columns.items():
-        dtype = _NAMES.get(array.dtype)
+        dtype = _NAMES.get(array.dtype) or ("bf16" if array.dtype.name == "bfloat16" else None)
         if dtype is None:
-            raise ProtocolError("bad_column", f"{name} is {array.dtype}; the wire knows {', '.join(DTYPES)}")
+            raise ProtocolError("bad_column", f"{name} is {array.dtype}; the wire knows {', '.join(DTYPES)}, bf16")
         table.append([name, dtype, array.shape])
         if array.nbytes < PACKED_BELOW:
             small += (array.tobytes(), bytes(-array.nbytes % _ALIGNMENT))
@@ -229,10 +238,10 @@ def _column(entry: Any) -> tuple[str, np.dtype[Any], list[int]]:
     name, dtype, shape = entry
     if not (isinstance(name, str) and 0 < len(name) <= 128):
         raise ProtocolError("bad_column", "a column has a name of at most 128 characters")
-    if not (isinstance(dtype, str) and dtype in DTYPES):
-        raise ProtocolError("bad_column", f"{name} has no dtype that the wire knows: {', '.join(DTYPES)}")
+    if (known := dtype_named(dtype)) is None:
+        raise ProtocolError("bad_column", f"{name} has no dtype that the wire knows: {', '.join(DTYPES)}, bf16")
     if not (
         isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
     ):
         raise ProtocolError("bad_column", f"{name} has no valid shape")
-    return name, DTYPES[dtype], shape
+    return name, known, shape

@@ -79,6 +79,7 @@ class Pulse(Body):
     broker_epoch: str
     draining: bool
     stop_reason: str | None = Field(description="set when the run has ended")
+    gone: list[str] = Field(default=[], description="for the broadcaster: instances that left or fell silent")
 
 
 class Locate(Body):

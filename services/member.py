@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import socket
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from protocol.channel import Client
 from protocol.events import EventSubscriber
@@ -23,24 +23,29 @@ from protocol.messages import (
     Service,
     Welcome,
 )
+from services.exposition import Exposition
+from services.page import Page
 from shared.account import TimeAccount
 from shared.config import RunConfig, parse_config
 from shared.errors import ProtocolError, RunStopped, Unreachable
 from shared.group import Columns
 from shared.log import log
+from shared.memory import memory_figures
 
 State = Literal["STARTING", "STALE", "SERVING", "DRAINING", "DEAD"]
 Answer = TypeVar("Answer", bound=Body)
 
 JOIN_DEADLINE_S = float(os.environ.get("STRETTO_JOIN_S", "60"))
 CLEANUP_S = 5.0
+SILENT_HEARTBEATS = 4
+"""How many go without an answer before /health says so; the broker has taken the service for gone by then."""
 
 
 class Member:
     """One service in a run.
 
     config, run_folder, run_id, total_steps: from the broker's welcome. listened: where an instance of this name has
-    listened in this run. lineage, version: the newest that the broker told of.
+    listened in this run. lineage, version: the newest that the broker told of. gone: whom it has given up.
     state, holds_version, figures: what the next heartbeat tells the broker. account: where this service's time goes.
     """
 
@@ -61,10 +66,13 @@ class Member:
         self.lineage = 0
         self.version = 0
         self.draining = False
+        self.gone: list[str] = []
         self._client = Client(broker)
         self._address: str | None = None
         self._beat_now = asyncio.Event()
         self._events = EventSubscriber()
+        self._heard_at: float | None = None
+        self._exposition = Exposition(service, instance, self._fill, self._ailment)
 
     async def join(self, address: str | None = None) -> RunConfig:
         """Say hello and take the run's config from the answer. `address` is where this service listens, if it does.
@@ -72,6 +80,7 @@ class Member:
         Raises Unreachable where there is no broker.
         """
         self._address = address
+        await self._exposition.start()
         hello = Hello(
             service=self.service,
             stage=self.stage,
@@ -85,7 +94,7 @@ class Member:
         self.run_folder, self.run_id, self.total_steps = welcome.run_folder, welcome.run_id, welcome.total_steps
         self.lineage, self.version, self.listened = welcome.lineage, welcome.version, welcome.listened
         self._events.connect(welcome.events_address)
-        self._heartbeat_s = welcome.heartbeat_s
+        self._heartbeat_s, self._heard_at = welcome.heartbeat_s, time.monotonic()
         log.info("joined", run=self.run_id, version=self.version)
         return self.config
 
@@ -131,7 +140,7 @@ class Member:
         stats: dict[str, Any] = {
             "time": self.account.seconds(),
             "spans": [list(span) for span in self.account.take_spans()],
-            "figures": self.figures | {"memory/peak_mib": peak_memory_mib()},
+            "figures": self.figures | memory_figures(),
         }
         try:
             pulse, _ = await self.request(
@@ -143,7 +152,9 @@ class Member:
             log.warning("the broker does not know this service any more; it joins again")
             await self.join(self._address)
             return
+        self._heard_at = time.monotonic()
         self.lineage, self.version, self.draining = pulse.lineage, pulse.version, pulse.draining
+        self.gone = pulse.gone
         if pulse.stop_reason is not None:
             raise RunStopped(pulse.stop_reason)
 
@@ -180,6 +191,32 @@ class Member:
             log.warning("could not tell the broker that this service leaves", error=str(trouble))
         await self._client.close()
         self._events.close()
+        await self._exposition.close()
+
+    # What it shows over HTTP
+
+    def _fill(self, page: Page) -> None:
+        page.add_state(self.state, get_args(State))
+        page.add("policy_version", "updates that were committed, as far as the service knows", self.version)
+        if self.holds_version >= 0:
+            page.add("held_version", "policy version of the weights that the service computes with", self.holds_version)
+        for bucket, seconds in self.account.seconds().items():
+            page.add("time_seconds_total", "where the time of the service went", seconds, bucket=bucket)
+        page.add_figures({name: value for name, value in self.figures.items() if "/" in name})
+        page.add_figures({n: v for n, v in self.figures.items() if "/" not in n}, prefix=f"{self.service}_")
+
+    def _ailment(self) -> str | None:
+        """Why the service is of no use now; None while it is."""
+        if self._heard_at is None:
+            return "starting: it has not joined the run"
+        if self.draining:
+            return "draining"
+        if self.state != "SERVING":
+            return self.state.lower()
+        silence_s = time.monotonic() - self._heard_at
+        if silence_s > self._heartbeat_s * SILENT_HEARTBEATS:
+            return f"the broker has not answered for {silence_s:.0f} s"
+        return None
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -189,11 +226,6 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
         stopped = [e for e in error.exceptions if not isinstance(e, RunStopped)]
         error = (stopped or list(error.exceptions))[0]
     return error
-
-
-def peak_memory_mib() -> float:
-    """The most resident memory that this process has had, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 async def _await(work: Awaitable[None]) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -20,6 +22,11 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+NAME = r"^[a-z][a-z0-9_]*$"
+RESERVED = ("broker", "broadcaster", "rollout", "reward", "cost", "reference", "critic", "cost_critic", "learner")
+"""Names of services, which no stage of a run's own may have."""
 
 
 class Section(BaseModel):
@@ -84,7 +91,7 @@ class Vllm(Section):
 class Rollout(Section):
     """The service that generates."""
 
-    replicas: Positive = Field(1, description="processes")
+    replicas: int = Field(1, ge=0, description="processes on this host; 0: all of them join from others")
     engine: Literal["embedded", "vllm"] = Field(
         "embedded", description="inference engine: our own on a CPU, or vLLM (pip install 'stretto[vllm]')"
     )
@@ -99,7 +106,7 @@ class Rollout(Section):
 class Signal(Section):
     """One signal: what a function or a reward model says of each sample."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="name of its columns and metrics")
+    name: str = Field(pattern=NAME, description="name of its columns and metrics")
     function: str | None = Field(None, description="built-in name, package.module:function or path/to/file.py:function")
     model: str | None = Field(
         None, description="in place of a function: Hugging Face folder or name of a sequence classifier"
@@ -128,6 +135,8 @@ class Signal(Section):
     def _server_is_an_address(cls, server: str | None) -> str | None:
         if server is not None and not re.fullmatch(r"tcp://[^/@\s]+:\d{1,5}|https?://[^/@\s]+(/\S*)?", server):
             raise ValueError("server is tcp://host:port or http(s)://host/path, without a user or password")
+        if server is not None:
+            urlsplit(server).port  # noqa: B018  raises ValueError where it is none
         return server
 
     @field_validator("clip")
@@ -177,12 +186,23 @@ class Reward(Section):
         return signals
 
 
+class OwnStage(Reward):
+    """A stage of the run's own: it scores samples as the reward does, and may leave some out. See docs/rewards.md."""
+
+    name: str = Field(pattern=NAME, description="of the stage, and of the argument with its score for later ones")
+    after: tuple[str, ...] = Field((), description="stages before it: `reward`, `cost`, or own ones that stand before")
+    at_least: float | None = Field(
+        None, description="samples of a lower score are left out: no later stage scores them, and they train nothing"
+    )
+
+
 class Training(Section):
     """How a model is trained."""
 
     backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
     dtype: Dtype = Field("bfloat16", description="dtype of forward and backward; the master weights are float32")
     tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward and backward pass")
+    halve_on_oom: bool = Field(True, description="try a micro-batch that does not fit into memory in halves, once")
     lr: float = Field(1e-6, gt=0, description="learning rate at its highest")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, down to 0")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises from 0")
@@ -194,8 +214,22 @@ class Training(Section):
     updates: Positive = Field(1, description="optimizer steps that a version is made of, each of a part of its groups")
 
 
+class LoRA(Section):
+    """An adapter that is trained in place of the policy's own weights."""
+
+    rank: Positive = Field(16, description="rank of the adapter's matrices")
+    alpha: Positive = Field(32, description="the adapter's share is multiplied by alpha / rank")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="names of the linear layers that have one, as of peft; all-linear: all but the head"
+    )
+
+
 class Learner(Training):
     """The service that trains the policy."""
+
+    lora: LoRA | None = Field(
+        None, description="train an adapter alone (pip install 'stretto[lora]'); its weights are float32"
+    )
 
     ranks: Positive = Field(1, description="processes that share the policy (FSDP2), started by torchrun on this host")
     drift_warn: float | None = Field(
@@ -219,6 +253,7 @@ class Reference(Section):
     backend: Literal["hf"] = Field("hf", description="what computes: transformers in one process")
     dtype: Dtype = Field("bfloat16", description="dtype of its weights")
     tokens_per_micro_batch: Positive = Field(8192, description="most tokens of a forward pass")
+    halve_on_oom: bool = Field(True, description="try a micro-batch that does not fit into memory in halves, once")
 
 
 class Critic(Training):
@@ -287,6 +322,20 @@ class Broker(Section):
     progress_s: Seconds = Field(600.0, description="time without a finished group or step after which the run stops")
 
 
+class Metrics(Section):
+    """Where figures are shown beside the run folder's own files."""
+
+    port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="`stretto train` has the broker answer `/metrics` (Prometheus) and `/health` at this port of "
+        "127.0.0.1, and the other services at the ports after it; default: nobody does",
+    )
+    tensorboard: bool = Field(True, description="write TensorBoard's event files to the run folder")
+    wandb: str | None = Field(None, description="project of Weights & Biases to log to (pip install 'stretto[wandb]')")
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -313,6 +362,9 @@ class RunConfig(Section):
     rollout: Rollout = Field(default_factory=Rollout)
     reward: Reward
     cost: Reward | None = Field(None, description="the service that scores costs, for safe_rlhf")
+    stages: tuple[OwnStage, ...] = Field(
+        (), description="stages of the run's own, before the reward unless they are after it"
+    )
     learner: Learner = Field(default_factory=Learner)
     reference: Reference = Field(default_factory=Reference)
     critic: Critic = Field(default_factory=Critic)
@@ -321,6 +373,7 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     weights: Weights = Field(default_factory=Weights)
     broker: Broker = Field(default_factory=Broker)
+    metrics: Metrics = Field(default_factory=Metrics)
     cores: Literal["auto", "shared"] | dict[str, tuple[int, ...]] = Field(
         "auto",
         description="auto: rollouts on half of the cores, yielding to the learner; shared: any; or cores by service",
@@ -346,9 +399,19 @@ class RunConfig(Section):
                 "every update: leave them at 1.0 and 0 for training (evaluation.sampling may set them)"
             )
         names = [signal.name for signal in self.reward.signals]
-        for signal in self.cost.signals if self.cost is not None else ():
-            if signal.name in names:
-                raise ValueError(f"reward and cost both have a signal {signal.name}: give one another name")
+        everything = [signal.name for scoring, _ in self.scoring.values() for signal in scoring.signals]
+        if twice := sorted(name for name, count in Counter(everything).items() if count > 1):
+            raise ValueError(f"reward, cost or stages share a signal {twice[0]}: give one another name")
+        known = ["reward", *(["cost"] if self.cost is not None else [])]
+        for stage in self.stages:
+            if stage.name in (*known, *RESERVED):
+                raise ValueError(f"stages: there is a stage {stage.name} already: give yours another name")
+            if unknown := sorted(set(stage.after) - set(known)):
+                raise ValueError(
+                    f"stages: {stage.name} is after {unknown[0]}, which is no stage before it; there are "
+                    f"{', '.join(known)}"
+                )
+            known.append(stage.name)
         if self.evaluation.metric is not None and self.evaluation.metric not in names:
             raise ValueError(f"evaluation.metric is {self.evaluation.metric!r}; the signals are {', '.join(names)}")
         if self.in_flight_groups > self.broker.max_in_flight_groups:
@@ -377,6 +440,19 @@ class RunConfig(Section):
     def eval_sampling(self) -> Sampling:
         """Sampling of evaluations."""
         return self.evaluation.sampling or self.sampling.model_copy(update={"temperature": 0.0})
+
+    @property
+    def scoring(self) -> dict[str, tuple[Reward, list[str]]]:
+        """The stages that score samples by name, each with those whose scores it needs."""
+        late = {"reward", "cost"}
+        for stage in self.stages:
+            if late & set(stage.after):
+                late.add(stage.name)
+        before = [stage.name for stage in self.stages if stage.name not in late]
+        scoring: dict[str, tuple[Reward, list[str]]] = {"reward": (self.reward, before)}
+        if self.cost is not None:
+            scoring["cost"] = self.cost, before
+        return scoring | {stage.name: (stage, list(stage.after)) for stage in self.stages}
 
     def critic_settings(self, name: str) -> Critic:
         """The settings of the critic of that name."""

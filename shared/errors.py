@@ -50,6 +50,10 @@ class EngineFailed(StrettoError):
     """What a service computes with is gone. It leaves the run, its groups go to others, and it is started again."""
 
 
+class OutOfMemory(ConfigError):
+    """A model does not fit into the memory of its device with these settings; started again it would not either."""
+
+
 class WeightsError(StrettoError):
     """A rollout's weights are not those that the learner published."""
 

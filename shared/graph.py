@@ -70,25 +70,22 @@ def learner_stage(others: Iterable[Stage], signals: Iterable[str] = ()) -> Stage
     return Stage("learner", needs=frozenset(needs), provides=frozenset(), trains=True)
 
 
-def reward_stage(signals: Iterable[str]) -> Stage:
-    """The reward stage of a run with these signals."""
-    return _scoring("reward", signals)
+def scores(stage: str) -> tuple[str, str]:
+    """The columns of what a stage says of each sample: its value, and its status."""
+    if stage in ("reward", "cost"):
+        return f"{stage}s", f"{stage}_status"
+    return f"stage/{stage}", f"stage_status/{stage}"
 
 
-def cost_stage(signals: Iterable[str]) -> Stage:
-    """The cost stage of a run with these signals."""
-    return _scoring("cost", signals)
-
-
-def _scoring(name: str, signals: Iterable[str]) -> Stage:
-    provides = {f"{name}s", f"{name}_status", f"{name}_reasons", f"{name}_reasons_offsets"}
+def scoring_stage(name: str, signals: Iterable[str], after: Iterable[str] = ()) -> Stage:
+    """The reward stage, the cost stage, or one of the run's own, with these signals. after: whose scores it needs."""
+    provides = {*scores(name)}
+    if name in ("reward", "cost"):
+        provides |= {f"{name}_reasons", f"{name}_reasons_offsets"}
     for signal in signals:
         provides |= {f"signal/{signal}", f"signal_status/{signal}"}
-    return Stage(
-        name,
-        needs=frozenset({"text", "text_offsets", "tokens_offsets", "finish_reasons"}),
-        provides=frozenset(provides),
-    )
+    needs = {"text", "text_offsets", "tokens_offsets", "finish_reasons"}
+    return Stage(name, frozenset(needs.union(*map(scores, after))), frozenset(provides))
 
 
 def check_graph(stages: Iterable[Stage]) -> list[Stage]:

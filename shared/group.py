@@ -44,7 +44,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
 }
 """The columns of every run; those of the cost only where it has that stage.
 
-Each signal adds `signal/<name>` (f4 [n]) and `signal_status/<name>` (u1 [n])."""
+Each signal adds `signal/<name>` (f4 [n]) and `signal_status/<name>` (u1 [n]), each stage of a run's own
+`stage/<name>` and `stage_status/<name>`."""
 
 
 class FinishReason(IntEnum):

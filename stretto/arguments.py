@@ -178,7 +178,8 @@ def _fill_in(tree: dict[str, Any], algorithm: str) -> list[str]:
 
 
 def _signals(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [s for stage in ("reward", "cost") for s in _get(tree, f"{stage}.signals") or () if isinstance(s, dict)]
+    stages = [tree.get("reward"), tree.get("cost"), *(tree.get("stages") or ())]
+    return [s for stage in stages if isinstance(stage, dict) for s in stage.get("signals") or () if isinstance(s, dict)]
 
 
 def _name(function: Any) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 
 from services.broker.dataset import Dataset, read_dataset
 from services.broker.prompts import first_prompts, total_steps
@@ -20,10 +23,12 @@ from shared.cores import available_cores, plan_cores, plan_gpus
 from shared.drift import warn_limit
 from shared.errors import ConfigError, StrettoError
 from shared.graph import Stage, check_graph
-from stretto.launcher import instances
+from stretto.launcher import instances, metrics_address
 from stretto.memory import count_parameters, policy_memory, role_memory, signal_memory
 
 ROLES = ("reference", "critic", "cost_critic")
+PORTS = {"http": 80, "https": 443}
+CONNECT_S = 2.0
 MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -69,17 +74,20 @@ def check_run(config: RunConfig, hosted: Mapping[str, Function] = MappingProxyTy
     train = attempt(_data, config, config.data.train, config.data.split)
     heldout = attempt(_data, config, config.data.heldout, config.data.heldout_split) if config.data.heldout else None
     model = attempt(_model, config)
+    if config.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
+        faults.append("metrics.wandb needs wandb, which is not installed: pip install 'stretto[wandb]'")
     if config.rollout.engine == "vllm":
         attempt(check_vllm, config.rollout)
     prompt = first_prompts(train, 1)[0] if train is not None else None
     sizes: dict[str, int | None] = {}
-    for signal in signals_of(config):
-        if signal.model is not None:
-            sizes[signal.name] = attempt(_reward_model, signal)
-            continue
-        function = hosted.get(signal.name) or (attempt(Function, signal) if signal.server is None else None)
-        if function is not None and prompt is not None:
-            attempt(function.check, prompt)
+    for scoring, before in config.scoring.values():
+        for signal in scoring.signals:
+            if signal.model is not None:
+                sizes[signal.name] = attempt(_reward_model, signal)
+                continue
+            function = hosted.get(signal.name) or (attempt(Function, signal) if signal.server is None else None)
+            if function is not None and prompt is not None:
+                attempt(function.check, prompt, before)
     roles = {stage.name: attempt(_role_model, config, stage.name) for stage in stages or () if stage.name in ROLES}
     steps = total_steps(len(train), config.prompts_per_step, config.steps, config.epochs) if train is not None else 0
     if train is not None and steps == 0:
@@ -118,11 +126,30 @@ def derived(config: RunConfig, facts: Facts) -> list[tuple[str, str]]:
     lines += [(f"cores of {name}", ", ".join(map(str, own))) for name, own in cores.items()]
     gpus = plan_gpus(config.gpus, instances(config))
     lines += [(f"GPUs of {name}", ", ".join(map(str, own))) for name, own in gpus.items()]
+    shown = {name: metrics_address(config, name) for name in instances(config)}
+    lines += [(f"metrics of {name}", f"http://{address}/metrics") for name, address in shown.items() if address]
     for signal in signals_of(config):
         if signal.model is not None:
             lines.append((f"model of {signal.name}", signal_memory(signal, facts.reward_models[signal.name])))
+        if signal.server is not None:
+            lines.append((f"server of {signal.name}", _reached(signal.server)))
+        if signal.auth_env is not None:
+            is_set = "is set" if os.environ.get(signal.auth_env) else "is not set here; the reward service needs it"
+            lines.append((f"token of {signal.name}", f"{signal.auth_env} {is_set}"))
     lines += policy_memory(config, facts.parameters)
     return lines + [(f"memory of the {r}", role_memory(config, r, n)) for r, n in facts.role_parameters.items()]
+
+
+def _reached(address: str) -> str:
+    """Whether something listens there, as seen from here; another host may see it otherwise."""
+    url = urlsplit(address)
+    if url.port == 0:
+        return "this process, at a port of its own"
+    try:
+        socket.create_connection((url.hostname or "", url.port or PORTS[url.scheme]), timeout=CONNECT_S).close()
+    except OSError as error:
+        return f"{address} cannot be reached from here: {error.strerror or type(error).__name__}"
+    return f"{address} can be reached from here"
 
 
 def _names(columns: frozenset[str]) -> str:
@@ -134,8 +161,8 @@ def _data(config: RunConfig, source: str, split: str) -> Dataset:
 
 
 def signals_of(config: RunConfig) -> list[Signal]:
-    """All signals of a run: of the reward, then of the cost."""
-    return [*config.reward.signals, *(config.cost.signals if config.cost is not None else ())]
+    """All signals of a run: of the reward, the cost, and then of the run's own stages."""
+    return [signal for scoring, _ in config.scoring.values() for signal in scoring.signals]
 
 
 def _reward_model(signal: Signal) -> int | None:

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from shared.config import RunConfig, dump_config, load_config
+from shared.cores import available_cores, process_environment
 from shared.errors import ConfigError, StrettoError
 from shared.log import warnings_only
 from shared.version import __version__
@@ -154,6 +155,20 @@ def replay(
 
 
 @app.command()
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoint of a run with learner.lora, or any peft folder")],
+    folder: Annotated[Path, typer.Argument(help="where the Hugging Face folder is written")],
+) -> None:
+    """Merge an adapter into the model that it was trained beside."""
+    from services.compute.lora import merge as merge_adapter
+
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is there already, and not empty")
+    merge_adapter(checkpoint, folder)
+    console.print(f"merged into {folder}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def drain(
     run_folder: Annotated[Path | None, typer.Argument(help="folder of a run whose broker runs on this host")] = None,
     broker: Broker = None,
@@ -225,6 +240,9 @@ def serve(
         if address is None:
             raise ConfigError(f"serve {service} needs --broker (or STRETTO_BROKER): the broker's address")
         work = _service(service)(address, name)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for variable, value in process_environment(service, tuple(available_cores()), processes=ranks).items():
+        os.environ.setdefault(variable, value)  # torch reads them when it is imported; a launcher has set its own
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
         die_with(os.getppid())  # torchrun, which gives each of its processes a session of its own
@@ -348,24 +366,20 @@ def _find_service(name: str) -> Any:
     match name:
         case "rollout":
             from services.rollout import service as found
-        case "reward":
-            from services.reward import service as found  # type: ignore[no-redef]
         case "reference":
             from services.reference import service as found  # type: ignore[no-redef]
         case "critic" | "cost_critic":
             from services.critic.service import serve as serve_critic
 
             return partial(serve_critic, service=name)
-        case "cost":
-            from services.reward.service import serve as serve_rewards
-
-            return partial(serve_rewards, service="cost")
         case "learner":
             from services.learner import service as found  # type: ignore[no-redef]
         case "broadcaster":
             from services.broadcaster import service as found  # type: ignore[no-redef]
-        case _:
-            raise ConfigError(f"there is no service {name!r}; there are broker, {', '.join(SERVICES)}")
+        case stage:  # the reward, the cost, or one of the run's own, which only its config tells
+            from services.reward.service import serve as serve_scores
+
+            return partial(serve_scores, stage=stage)
     return found.serve
 
 

@@ -162,7 +162,8 @@ class LocalRun:
         self._children[instance] = await Child.start(
             instance,
             [*program, "serve", service, *arguments],
-            environment=process_environment(service, cores, self._gpus.get(instance), processes=ranks),
+            environment=process_environment(service, cores, self._gpus.get(instance), processes=ranks)
+            | {"STRETTO_METRICS": metrics_address(self._config, instance)},
             cores=cores,
             niceness=niceness(instance, self._cores),
             output=logs / f"{instance}.out",
@@ -258,11 +259,18 @@ class LocalRun:
             self._children["broker"].kill()
 
 
+def metrics_address(config: RunConfig, instance: str) -> str:
+    """Where a service of a run shows its metrics, as host:port; empty: nowhere."""
+    port = config.metrics.port
+    return "" if port is None else f"127.0.0.1:{port + instances(config).index(instance)}"
+
+
 def instances(config: RunConfig) -> list[str]:
     """The names of all services of a run, the broker first and the learner last."""
     stages = [stage.name for stage in load_algorithm(config.algorithm).stages(config)]
     names = ["broker", "broadcaster"]
     for stage in stages:
-        replicas = getattr(getattr(config, stage, None), "replicas", None)
+        settings = config.scoring[stage][0] if stage in config.scoring else getattr(config, stage, None)
+        replicas = getattr(settings, "replicas", None)
         names += [stage] if replicas is None else [f"{stage}-{i}" for i in range(replicas)]
     return names

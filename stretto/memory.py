@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from shared.config import RunConfig, Signal, Training
+from shared.config import Learner, RunConfig, Signal, Training
 
 SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
@@ -20,7 +20,7 @@ def policy_memory(config: RunConfig, parameters: int | None) -> list[tuple[str, 
     return [
         ("parameters", f"{parameters / 1e6:.1f} M"),
         ("memory of snapshots", f"{config.weights.slots} × {mib(snapshot)} in shared memory"),
-        ("memory of the learner", _trained(config.learner, parameters, computes_apart=not shares)),
+        ("memory of the learner", _learner(config.learner, parameters, computes_apart=not shares)),
         ("memory of a rollout", _rollout(config, snapshot)),
     ]
 
@@ -41,6 +41,14 @@ def signal_memory(signal: Signal, parameters: int | None) -> str:
     sizes = {dtype: f"{parameters * size / 2**20:.3g} MiB" for dtype, size in SIZE_BYTES.items()}
     own = f"{parameters / 1e6:.1f} M parameters, {sizes.pop(signal.dtype)} as {signal.dtype}"
     return f"{own} ({', '.join(f'{size} as {dtype}' for dtype, size in sizes.items())})"
+
+
+def _learner(learner: Learner, parameters: int, *, computes_apart: bool) -> str:
+    """As _trained; or of frozen weights, where an adapter is trained."""
+    if learner.lora is None:
+        return _trained(learner, parameters, computes_apart=computes_apart)
+    frozen = mib(parameters * SIZE_BYTES[learner.dtype])
+    return f"{frozen} of frozen weights, 16 bytes for each weight of the adapter, and activations"
 
 
 def _trained(training: Training, parameters: int, *, computes_apart: bool) -> str:

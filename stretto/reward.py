@@ -11,6 +11,7 @@ from protocol.channel import Server
 from protocol.codec import Message
 from protocol.messages import ScoreRequest, Scores
 from shared.errors import ProtocolError
+from shared.log import log
 
 __all__ = ["serve"]
 
@@ -33,7 +34,9 @@ def serve(score: Callable[..., Any], bind: str = "tcp://127.0.0.1:5555", *, batc
 
 
 async def _serve(score: Callable[..., Any], bind: str, batch: bool) -> None:
-    await server(score, bind, batch=batch).run()
+    listening = server(score, bind, batch=batch)
+    log.info("scores samples", address=listening.address)
+    await listening.run()
 
 
 def server(score: Callable[..., Any], bind: str, *, batch: bool = False) -> Server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -56,15 +57,18 @@ async def first_evaluation(run: LocalRun) -> dict[str, Any]:
     """Start a run, and end it once it has evaluated its version 0. Raises RunStopped or ConfigError."""
     await run.start()
     running = asyncio.create_task(run.wait(), name="run")
+    found: list[dict[str, Any]] = []
     try:
-        while not running.done():
+        while not found and not running.done():
             with contextlib.suppress(Unreachable, ProtocolError):  # the run's own end tells why
-                if found := (await run.status())["evaluations"]:
-                    evaluation: dict[str, Any] = found[0]
-                    return evaluation
-            await asyncio.wait([running], timeout=REFRESH_S)
-        await running
-        raise RunStopped("the run has ended without an evaluation")
+                found = (await run.status())["evaluations"]
+            await asyncio.wait([running], timeout=0 if found else REFRESH_S)
+        if not found:  # it was faster
+            await running
+            found = json.loads((run.folder / "status.json").read_text())["evaluations"]
+        if not found:
+            raise RunStopped("the run has ended without an evaluation")
+        return found[0]
     finally:
         await run.kill()
         await asyncio.gather(running, return_exceptions=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,6 +21,14 @@ from stretto.models import pull
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random two-layer Llama with a tokenizer of single bytes."""
     return pull("tiny", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def documented_metrics() -> dict[str, bool]:
+    """The names of docs/metrics.md, and whether every run shows them."""
+    text = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    cells = re.findall(r"^\| (`stretto_[^|]*)\|", text, re.MULTILINE)
+    return {name: "†" not in cell for cell in cells for name in re.findall(r"`(\w+)`", cell)}
 
 
 @pytest.fixture(scope="session")

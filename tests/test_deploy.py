@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,15 @@ from stretto.cli import SERVICES
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+LOOKING_ON = {name for name, service in COMPOSE["services"].items() if service.get("profiles") == ["metrics"]}
+RUN = {name: service for name, service in COMPOSE["services"].items() if name not in LOOKING_ON}
+DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/stretto.json").read_text())
 GPU = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
 STAGES = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
 
 
 def test_every_service_can_be_started_and_each_that_there_is_has_one():
-    commands = {name: service["command"].split() for name, service in COMPOSE["services"].items() if name != "keys"}
+    commands = {name: service["command"].split() for name, service in RUN.items() if name != "keys"}
     for name, (serve, service, *arguments) in commands.items():
         assert (serve, service) == ("serve", name) and name in (*SERVICES, "broker")
         assert "--broker" not in arguments  # from the environment, so that they all have one
@@ -31,21 +36,21 @@ def test_every_service_can_be_started_and_each_that_there_is_has_one():
 
 
 def test_services_of_some_algorithms_come_with_a_profile_of_their_name():
-    profiles = {name: service.get("profiles") for name, service in COMPOSE["services"].items()}
+    profiles = {name: service.get("profiles") for name, service in RUN.items()}
     some = ("cost", "reference", "critic", "cost_critic")
     assert {name: found for name, found in profiles.items() if found} == {name: [name] for name in some}
 
 
-@pytest.mark.parametrize("name", COMPOSE["services"])
+@pytest.mark.parametrize("name", RUN)
 def test_a_service_stops_in_time_and_holds_no_secret(name):
-    service = COMPOSE["services"][name]
+    service = RUN[name]
     assert service["restart"] in ("no", "on-failure:10") and service["stop_grace_period"] == "60s"
     assert not [key for key in service["environment"] if "SECRET" in key]
     assert "keys:/keys" in service["volumes"]
 
 
 def test_only_one_of_each_that_has_a_state_is_told_apart_by_its_name():
-    fixed = {name for name, service in COMPOSE["services"].items() if "--instance" in service["command"]}
+    fixed = {name for name, service in RUN.items() if "--instance" in service["command"]}
     assert fixed == {"broadcaster", "learner", "critic", "cost_critic"}
 
 
@@ -68,8 +73,65 @@ def test_the_config_that_comes_with_the_compose_file_is_one():
     assert config.broker.bind == "tcp://0.0.0.0:5555"
 
 
+def test_prometheus_and_grafana_look_on_when_they_are_asked_to_and_only_this_host_sees_them():
+    assert sorted(LOOKING_ON) == ["grafana", "prometheus"]
+    for name in LOOKING_ON:
+        service = COMPOSE["services"][name]
+        assert [port.split(":")[0] for port in service["ports"]] == ["127.0.0.1"]
+        folders = [volume.split(":")[0] for volume in service["volumes"]]
+        assert all((ROOT / folder).is_dir() for folder in folders if folder.startswith("."))
+        assert {folder for folder in folders if not folder.startswith(".")} <= set(COMPOSE["volumes"])
+
+
+def test_prometheus_finds_every_service_where_the_images_have_it_listen():
+    (job,) = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+    assert set(found["names"]) == {*SERVICES, "broker"} and job["honor_labels"] is True
+    assert f"STRETTO_METRICS=0.0.0.0:{found['port']} " in (ROOT / "deploy/docker/Dockerfile").read_text()
+
+
+def test_grafana_is_given_its_datasource_and_dashboard():
+    provisioning = ROOT / "deploy/grafana/provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())["datasources"]
+    (variable,) = DASHBOARD["templating"]["list"]
+    assert (source["url"], source["uid"]) == ("http://prometheus:9090", variable["current"]["value"])
+    (provider,) = yaml.safe_load((provisioning / "dashboards/stretto.yml").read_text())["providers"]
+    volumes = COMPOSE["services"]["grafana"]["volumes"]
+    assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in volumes
+
+
+@pytest.mark.parametrize("panel", DASHBOARD["panels"], ids=lambda panel: panel["title"])
+def test_the_dashboard_shows_metrics_that_there_are(panel, documented_metrics):
+    assert panel["targets"]
+    for target in panel["targets"]:
+        names = re.findall(r"\bstretto_\w+", target["expr"])
+        assert names and set(names) <= set(documented_metrics)
+        counters = {name for name in names if name.endswith("_total")}
+        assert not counters or re.search(r"(rate|increase)\(", target["expr"])  # what only grows says nothing by itself
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(200, 0), (503, 1)])
+def test_the_health_check_of_the_images_asks_the_service(code, exit_code):
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(code if self.path == "/health" else 404)
+            self.end_headers()
+            self.wfile.write(b"said\n")
+
+        def log_message(self, *args):
+            pass
+
+    assert "stretto-health.py" in (ROOT / "deploy/docker/Dockerfile").read_text()
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        there = os.environ | {"STRETTO_METRICS": f"0.0.0.0:{server.server_port}"}
+        script = [sys.executable, "deploy/docker/health.py"]
+        done = subprocess.run(script, cwd=ROOT, env=there, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (exit_code, "said\n")
+
+
 def test_what_an_image_installs_before_the_project_is_what_the_project_needs():
-    script = [sys.executable, "deploy/docker/requirements.py", "cpu"]
+    script = [sys.executable, "deploy/docker/requirements.py", "cpu", "lora"]
     printed = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert {"pyzmq>=27", "torch==2.13.0"} <= set(printed)
     pinned = dict(line.split("==") for line in (ROOT / "deploy/docker/constraints.txt").read_text().splitlines())

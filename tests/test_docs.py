@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.page import metric_name
 from shared.algorithms import PRESETS
 from stretto.settings import settings_page
 
@@ -37,6 +38,14 @@ def test_every_message_is_in_the_specification():
     text = (ROOT / "protocol" / "SPEC.md").read_text()
     inner = {"leased_group", "round"}
     assert not [name for name in BODIES if name not in inner and f"`{name}`" not in text]
+
+
+def test_every_figure_of_a_version_has_its_metric(documented_metrics):
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    table = text[text.index("## Each version") : text.index("## Of the weights")]
+    figures = [f for row in re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE) for f in re.findall(r"`([\w/]+)`", row)]
+    assert len(figures) > 50
+    assert not [figure for figure in figures if f"stretto_step_{metric_name(figure)[0]}" not in documented_metrics]
 
 
 def code_lines(source: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,11 +79,12 @@ class Ring:
             self._published.pop(slot, None)
         return slot
 
-    def evict(self, now: float) -> list[str]:
-        """Who loses its slot, because the learner has waited for one for `deadline_s`."""
-        if self._blocked_since is None or now - self._blocked_since < self.deadline_s:
+    def evict(self, now: float, gone: Collection[str] = ()) -> list[str]:
+        """Who loses its slot: where the learner waits for one, those who are gone; after `deadline_s` everybody."""
+        if self._blocked_since is None:
             return []
-        evicted = self.blockers()
+        is_over = now - self._blocked_since >= self.deadline_s
+        evicted = [instance for instance in self.blockers() if is_over or instance in gone]
         for instance in evicted:
             del self._readers[instance]
         self._evicted.update(evicted)
@@ -138,7 +140,7 @@ class Ring:
             self._evicted.discard(instance)
         elif instance in self._evicted:
             raise ProtocolError(
-                "unknown_lease", f"{instance} kept slot {slot} for more than {self.deadline_s:g} s and lost it: restart"
+                "unknown_lease", f"{instance} kept the learner waiting for slot {slot} and lost it: restart"
             )
         self._readers[instance] = Reader(reading=slot if path == self.path else None)
         return self.offer(instance, lineage, version)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -44,8 +44,12 @@ COLLECTIVE = ("gloo", "nccl")
 class Broadcaster:
     """Answers the learner and the rollouts. figures: for the heartbeat."""
 
-    def __init__(self, weights: Weights, host: str = "127.0.0.1") -> None:
-        """host: where the members of collective broadcasts find each other."""
+    def __init__(self, weights: Weights, host: str = "127.0.0.1", gone: Callable[[], Collection[str]] = tuple) -> None:
+        """host: where the members of collective broadcasts find each other.
+
+        gone: the rollouts that the broker has given up. The learner does not wait for them.
+        """
+        self._gone = gone
         self._ring = Ring(weights.slots, weights.deadline_s)
         self._changes = Changes()
         self._deltas = weights.deltas
@@ -96,7 +100,7 @@ class Broadcaster:
         def free() -> bool:
             nonlocal slot
             now = time.monotonic()
-            if evicted := self._ring.evict(now):
+            if evicted := self._ring.evict(now, self._gone()):
                 self.figures["weights/evictions"] += len(evicted)
                 log.warning("rollouts kept the learner waiting and lost their snapshots", instances=evicted)
             slot = self._ring.acquire(now)
@@ -175,7 +179,7 @@ async def serve(broker: str, instance: str) -> None:
     member = Member(broker, "broadcaster", instance)
     config = await member.join()
     bind = f"tcp://{host_of(config.broker.bind)}:0"
-    broadcaster = Broadcaster(config.weights, host_of(advertised(bind)))
+    broadcaster = Broadcaster(config.weights, host_of(advertised(bind)), lambda: member.gone)
     server = Server.again(member.listened, bind, broadcaster.handle)
     member.figures = broadcaster.figures
     await member.join(advertised(server.address))

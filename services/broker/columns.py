@@ -55,8 +55,8 @@ class _Rule:
 @cache
 def _rule(name: str) -> _Rule:
     """By the name of a column that a stage of the run provides."""
-    status = name.startswith("signal_status/")
-    signal = name.startswith("signal/")
+    status = name.startswith(("signal_status/", "stage_status/"))
+    signal = name.startswith(("signal/", "stage/"))
     is_offsets = name.endswith("_offsets")
     dtype = (
         COLUMNS[name][0] if name in COLUMNS else "i8" if is_offsets else "u1" if status else "f4" if signal else None

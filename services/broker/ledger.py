@@ -426,11 +426,11 @@ class Ledger:
         self._in_flight[entry.group.lane] -= 1
         self._counts[entry.group.lane][account] += 1
 
-    def accounts(self) -> dict[str, dict[str, int | dict[str, int]]]:
+    def accounts(self) -> dict[Lane, dict[str, Any]]:
         """Groups by lane: admitted, consumed, dropped (by reason), dead, queued and leased (by stage)."""
         return {lane: self._account(lane) for lane in self._counts}
 
-    def _account(self, lane: Lane) -> dict[str, int | dict[str, int]]:
+    def _account(self, lane: Lane) -> dict[str, Any]:
         counts = self._counts[lane]
         queued: Counter[str] = Counter()
         leased: Counter[str] = Counter()

@@ -58,6 +58,10 @@ class Roster:
         member.seconds = {str(k): float(v) for k, v in stats.get("time", {}).items()}
         member.figures = {str(k): float(v) for k, v in stats.get("figures", {}).items()}
 
+    def service(self, instance: str) -> str:
+        """What an instance runs."""
+        return self._members[instance].hello.service
+
     def version(self, instance: str) -> int:
         """The policy version of the weights that an instance holds; -1 where it holds none."""
         return self._members[instance].version
@@ -73,9 +77,13 @@ class Roster:
         """Instances that missed three heartbeats."""
         return [name for name, m in self._members.items() if now - m.last_seen > self._patience_s]
 
+    def gone(self) -> list[str]:
+        """Instances that left or fell silent, and have not come back."""
+        return list(self._departed)
+
     def of(self, service: str) -> list[Listed]:
-        """The members that run a service."""
-        return [m for m in self._members.values() if m.hello.service == service]
+        """The members that run a service, or work at a stage of that name."""
+        return [m for m in self._members.values() if (m.hello.stage or m.hello.service) == service]
 
     def address(self, service: str) -> str | None:
         """Where a service listens, if one is there that does."""

@@ -23,6 +23,7 @@ from services.broker.ledger import Grant, Ledger
 from services.broker.pace import Pace
 from services.broker.prompts import PromptSource, first_prompts, total_steps
 from services.broker.runlog import RunLog, latest_records
+from services.broker.trackers import Trackers
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig
 from shared.drift import DriftWarnings
@@ -85,6 +86,7 @@ class Run:
         saved = self.journal.saved_state()
         if saved is not None:
             self._restore(saved)
+        self._trackers = Trackers(config, self.folder, self.run_id, self.ledger.version, self.warnings.append)
 
     def _durable(self) -> dict[str, Any]:
         """What the journal keeps beside groups and dead letters, as plain values."""
@@ -136,13 +138,16 @@ class Run:
         wanted = request.max_groups
         if request.max_samples is not None:
             wanted = min(wanted, request.max_samples // self._samples["train"])
-        room = self.ledger.room() if self.state == "running" else 0
+        room = self._room()
         waiting = self.ledger.waiting(request.stage)
         share = -(-(waiting["train"] + room) // max(1, rollouts))
         for _ in range(min(room, min(wanted, share) - waiting["train"])):
             entry = self.ledger.admit("train", self._source.draw())
             entry.written = self.journal.admit(entry)
         return share + waiting["eval"]
+
+    def _room(self) -> int:
+        return self.ledger.room() if self.state == "running" else 0
 
     def _admit_evaluation(self) -> None:
         for prompt in self._evaluations.due(self.ledger.version):
@@ -183,6 +188,7 @@ class Run:
         record = self._metrics | {"version": commit.version, "lineage": commit.lineage, "time": now}
         self._history.append(record)
         self.log.write("metrics", record)
+        self._trackers.log(commit.version, self._metrics | {"lineage": commit.lineage})
         for group in groups:
             self.log.group(group, commit.version)
         self._admit_evaluation()
@@ -225,6 +231,7 @@ class Run:
         self._evaluations.rewind(version)
         self._saved_version = version
         self._replaced.clear()
+        self._trackers.rewind(version)
         self._history = deque((r for r in self._history if r["version"] <= version), self._history.maxlen)
         log.info("rewound", version=version, before=current, groups=len(consumed))
         return lineage
@@ -279,6 +286,8 @@ class Run:
     def _take_result(self, result: dict[str, Any] | None) -> None:
         if result is not None:
             self.log.write("evaluations", {"time": time.time()} | result)
+            means = {"accuracy": result["accuracy"], "reward": result["reward"], **result["signals"]}
+            self._trackers.log(result["version"], {f"evaluation/{name}": value for name, value in means.items()})
             log.info("evaluated", **result)
             self.journal.note()
 
@@ -331,9 +340,13 @@ class Run:
         """Close the files."""
         self.journal.close()
         self.log.close()
+        self._trackers.close()
 
     def status(self) -> dict[str, Any]:
         """A snapshot of plain values; the keys are described in protocol/SPEC.md."""
+        groups = self.ledger.accounts()
+        queued, leased = groups["train"]["queued"], groups["train"]["leased"]
+        first, *_, last = self.stages
         return {
             "run_id": self.run_id,
             "name": self.config.name,
@@ -344,7 +357,9 @@ class Run:
             "version": self.ledger.version,
             "steps": self.total_steps,
             "lineage": self.ledger.lineage,
-            "groups": self.ledger.accounts(),
+            "groups": groups,
+            "groups_wanted": self._room() + queued.get(first, 0) + leased.get(first, 0),
+            "groups_ready": queued.get(last, 0),
             "staleness": self._staleness,
             "metrics": self._metrics,
             "history": list(self._history),

@@ -41,9 +41,11 @@ from protocol.messages import (
     Welcome,
 )
 from services.broker.ledger import Grant
+from services.broker.page import fill
 from services.broker.roster import Roster
 from services.broker.run import Run
 from services.changes import Changes
+from services.exposition import Exposition
 from shared.addresses import advertised, host_of
 from shared.config import RunConfig
 from shared.errors import ProtocolError, RunStopped, StrettoError
@@ -204,6 +206,7 @@ class Broker:
             broker_epoch=self._epoch,
             draining=run.state == "draining",
             stop_reason=run.stop_reason,
+            gone=self._roster.gone() if self._roster.service(beat.instance) == "broadcaster" else [],
         )
 
     async def _locate(self, locate: Locate) -> Located:
@@ -308,6 +311,11 @@ class Broker:
             "refused_messages": dict(self._server.refused),
         }
 
+    def ailment(self) -> str | None:
+        """Why the run does not go on; None while it does."""
+        run = self.run_state
+        return None if run.state == "running" else f"{run.state}: {run.stop_reason or 'the learner saves'}"
+
 
 class Clock:
     """Seconds that this process was awake: while it is stopped itself, nobody's deadline passes.
@@ -333,5 +341,11 @@ async def serve(config: RunConfig, run_folder: Path, *, on_bound: Callable[[str,
     Raises ConfigError or DataError where the run cannot begin, RunStopped where it failed.
     """
     broker = Broker(config, run_folder)
+    stages = tuple(broker.run_state.stages)
+    exposition = Exposition("broker", "broker", lambda page: fill(page, broker.status(), stages), broker.ailment)
+    await exposition.start()
     on_bound(broker.address, broker.run_state.run_id)
-    await broker.run()
+    try:
+        await broker.run()
+    finally:
+        await exposition.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -20,14 +20,21 @@ class Backend(Protocol):
 
     parameters: dict[str, torch.Tensor]
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights of a snapshot, by name; where an adapter is trained these are not the masters."""
+
     def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the samples' tokens and entropies there, [K] float32 each, with gradient."""
 
     def collect_gradients(self) -> None:
         """Add the gradients of the compute weights to those of the masters, and clear them."""
 
+    def discard_gradients(self) -> None:
+        """Forget those of the compute weights, of a backward pass that failed."""
+
     def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Cast the masters into the tensors of a snapshot."""
+        """Cast the policy's weights into the tensors of a snapshot."""
 
     def use_snapshot(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
         """Compute with these tensors from now on, without a copy where the dtype is that of the compute weights.
@@ -41,5 +48,8 @@ class Backend(Protocol):
     def probe_tokens(self, length: int) -> list[int]:
         """Token ids of a fixed text, `length` of them."""
 
-    def save(self, folder: Path) -> None:
-        """Write the masters as a Hugging Face folder, tokenizer included."""
+    def capture(self) -> Callable[[Path], None]:
+        """Copy the masters; what comes back writes the copy to a folder, at any time and in any thread.
+
+        It is a Hugging Face folder, or a peft folder where an adapter is trained; tokenizer included.
+        """

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from services.compute.optimizer import Optimizer, gathered, sharded_like
+from services.compute.optimizer import Optimizer, copied, sharded_like
 from shared.config import Checkpoint, RunConfig, dump_config
 from shared.errors import DataError
 
@@ -30,8 +32,8 @@ class Model(Protocol):
 
     parameters: dict[str, torch.Tensor]
 
-    def save(self, folder: Path) -> None:
-        """Write it as a Hugging Face folder."""
+    def capture(self) -> Callable[[Path], None]:
+        """Copy it; what comes back writes the copy as a Hugging Face folder, or a peft folder."""
 
 
 class Trained(Protocol):
@@ -47,6 +49,34 @@ class Trained(Protocol):
         """The model."""
 
 
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The state of a trainer at a version, apart from the trainer, which may train on while this is written.
+
+    write_model: writes the weights into a folder. optimizer: its tensors by name, as `optimizer_tensors` copies them.
+    state: what STATE_FILE holds. config: as YAML.
+    """
+
+    version: int
+    write_model: Callable[[Path], None]
+    optimizer: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    config: str
+
+
+def capture(trainer: Trained, lineage: int) -> Captured:
+    """Copy all that a checkpoint holds. In the thread that trains; where ranks share a policy, on rank 0."""
+    state = {
+        "format": FORMAT,
+        "version": trainer.version,
+        "lineage": lineage,
+        "schedule_steps": trainer.optimizer.steps,
+        "state": dict(trainer.state),
+    }
+    write_model = trainer.backend.capture()
+    return Captured(trainer.version, write_model, optimizer_tensors(trainer), state, dump_config(trainer.config))
+
+
 class Checkpoints:
     """The checkpoints of a run, `folder/checkpoint-<version>`: the newest `keep_last` and each `keep_every`th."""
 
@@ -55,23 +85,23 @@ class Checkpoints:
         self._keep = keep
 
     def save(self, trainer: Trained, lineage: int) -> Path:
-        """Write a checkpoint aside, rename it, and delete those that are too old. Returns its folder."""
-        target = self.folder / f"checkpoint-{trainer.version}"
-        aside = self.folder / f".checkpoint-{trainer.version}.partial"
+        """Copy a trainer's state and write it; see `write`."""
+        return self.write(capture(trainer, lineage))
+
+    def write(self, captured: Captured) -> Path:
+        """Write a checkpoint aside, rename it, and delete those that are too old. Returns its folder.
+
+        In any thread, one at a time.
+        """
+        target = self.folder / f"checkpoint-{captured.version}"
+        aside = self.folder / f".checkpoint-{captured.version}.partial"
         for unfinished in self.folder.glob(".checkpoint-*.partial"):
             shutil.rmtree(unfinished)
         aside.mkdir(parents=True)
-        trainer.backend.save(aside)
-        save_file(optimizer_tensors(trainer), aside / OPTIMIZER_FILE)
-        state = {
-            "format": FORMAT,
-            "version": trainer.version,
-            "lineage": lineage,
-            "schedule_steps": trainer.optimizer.steps,
-            "state": trainer.state,
-        }
-        (aside / STATE_FILE).write_text(json.dumps(state, indent=1))
-        (aside / CONFIG_FILE).write_text(dump_config(trainer.config))
+        captured.write_model(aside)
+        save_file(captured.optimizer, aside / OPTIMIZER_FILE)
+        (aside / STATE_FILE).write_text(json.dumps(captured.state, indent=1))
+        (aside / CONFIG_FILE).write_text(captured.config)
         _sync(aside)
         if target.exists():
             _remove(target)
@@ -149,10 +179,10 @@ _KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def optimizer_tensors(trainer: Trained) -> dict[str, torch.Tensor]:
-    """The optimizer's state by name, whole. Where ranks share a policy all of them call it."""
+    """A copy of the optimizer's state by name, whole, on rank 0. Where ranks share a policy all of them call it."""
     state: Any = trainer.optimizer.adamw.state
     tensors = {
-        f"{key}.{name}": gathered(state[parameter][key]).contiguous()
+        f"{key}.{name}": copied(state[parameter][key])
         for name, parameter in trainer.backend.parameters.items()
         if parameter in state
         for key in _KEYS

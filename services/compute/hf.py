@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.compute.logprobs import token_logprobs
+from services.compute.lora import Adapter
+from services.compute.optimizer import copied, gathered
 from services.compute.packing import PackedRows
-from shared.config import Training
+from shared.config import Learner, Training
 from shared.errors import DataError
 
 LOGIT_CHUNK = 1024
@@ -38,20 +41,40 @@ class HFModel:
     parameters: as of backend.Backend; none where it is frozen.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, training: Training | None, *, dtype: str = "float32") -> None:
-        """model: in float32, its weights become the masters; with `training` None in `dtype`, and frozen."""
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        training: Training | None,
+        *,
+        dtype: str = "float32",
+        adapter: Adapter | None = None,
+    ) -> None:
+        """model: in float32, its weights become the masters; with `training` None in `dtype`, and frozen.
+
+        adapter: the one in the model, whose weights are the masters then; those of the model are in the compute dtype.
+        """
         self._model = model.eval()  # without dropout: with it, learner and engine would be different policies
         self._tokenizer = tokenizer
+        self._adapter = adapter
+        self._weights = dict(model.named_parameters())
         self._dtype: torch.dtype = getattr(torch, dtype if training is None else training.dtype)
         self._owners = {name: _owner(model, name) for name, _ in model.named_parameters()}
         self._tied = _tied_places(model, self._owners)
         self.parameters: dict[str, torch.Tensor] = {}
         if training is None:
             return
-        self.parameters = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+        self.parameters = {n: p.detach().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}
         self.use_snapshot(None)
         if training.gradient_checkpointing:
             checkpoint_gradients(model)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights of a snapshot, by name."""
+        if self._adapter is not None:
+            return self._adapter.shapes
+        return {name: tuple(master.shape) for name, master in self.parameters.items()}
 
     def hidden(self, rows: PackedRows) -> torch.Tensor:
         """[K, D] hidden states of the tokens that predict those of the samples, in the compute dtype."""
@@ -69,31 +92,47 @@ class HFModel:
 
     def collect_gradients(self) -> None:
         """Add the gradients of the compute weights to those of the masters, and clear them."""
-        for name, (module, attribute) in self._owners.items():
+        for name, master in self.parameters.items():
+            module, attribute = self._owners[name]
             weight = module._parameters[attribute]
             if weight is None or weight.grad is None:
                 continue
-            master = self.parameters[name]
             if master.grad is None:
                 master.grad = weight.grad.float()
             else:
                 master.grad += weight.grad
             weight.grad = None
 
+    def discard_gradients(self) -> None:
+        """Forget the gradients of the compute weights."""
+        for module, attribute in self._owners.values():
+            weight = module._parameters[attribute]
+            if weight is not None:
+                weight.grad = None
+
     def use_snapshot(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
         """Compute with these tensors from now on; without a copy where the dtype is that of the compute weights."""
-        if tensors is None or any(tensor.dtype != self._dtype for tensor in tensors.values()):
+        if self._adapter is not None:
+            tensors = {name: master.detach() for name, master in self.parameters.items()}  # float32 as the masters are
+        elif tensors is None or any(tensor.dtype != self._dtype for tensor in tensors.values()):
             # Parameters are cast one by one: `model.to(bfloat16)` would cast the rotary frequencies too.
             tensors = {name: master.detach().to(self._dtype, copy=True) for name, master in self.parameters.items()}
-        for name, (module, attribute) in self._owners.items():
+        for name in self.parameters:
+            module, attribute = self._owners[name]
             module._parameters[attribute] = torch.nn.Parameter(tensors[name])
         for (module, attribute), name in self._tied:
             owner, owner_attribute = self._owners[name]
             module._parameters[attribute] = owner._parameters[owner_attribute]
 
-    def save(self, folder: Path) -> None:
-        """Write the masters as a Hugging Face folder in float32, tokenizer included."""
-        self._model.save_pretrained(folder, state_dict={name: m.detach() for name, m in self.parameters.items()})
+    def capture(self) -> Callable[[Path], None]:
+        """Copy the masters; see backend.Backend."""
+        return partial(self._write, {name: copied(master) for name, master in self.parameters.items()})
+
+    def _write(self, weights: dict[str, torch.Tensor], folder: Path) -> None:
+        if self._adapter is not None:
+            self._adapter.save(folder, weights)
+        else:
+            self._model.save_pretrained(folder, state_dict=weights)
         self._tokenizer.save_pretrained(folder)
 
 
@@ -101,13 +140,22 @@ class HFBackend(HFModel):
     """A causal LM; see backend.Backend."""
 
     @classmethod
-    def load(cls, folder: str, training: Training, *, tokenizer: str | None = None) -> HFBackend:
-        """The model in `folder` (or of that name), to be trained.
+    def load(
+        cls, folder: str, training: Training, *, tokenizer: str | None = None, adapter: Path | None = None
+    ) -> HFBackend:
+        """The model in `folder` (or of that name), to be trained; adapter: where the adapter of it is, if not new.
 
-        Raises DataError where model or tokenizer cannot be loaded, or the model makes more of its hidden states than
-        the learner knows.
+        Raises DataError where model, tokenizer or adapter cannot be loaded, or the model makes more of its hidden
+        states than the learner knows; ConfigError where it cannot have the adapter that is asked for.
         """
-        backend = cls(*load_model(AutoModelForCausalLM, folder, tokenizer, "float32")[:2], training)
+        lora = training.lora if isinstance(training, Learner) else None
+        model, words, _ = load_model(
+            AutoModelForCausalLM, folder, tokenizer, "float32" if lora is None else training.dtype
+        )
+        if lora is None:
+            backend = cls(model, words, training)
+        else:
+            backend = cls(model, words, training, adapter=Adapter(model, lora, folder, adapter))
         backend.check(folder)
         return backend
 
@@ -159,9 +207,16 @@ class HFBackend(HFModel):
 
     @torch.no_grad()
     def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Cast the masters into the tensors of a snapshot."""
-        for name, master in self.parameters.items():
-            tensors[name].copy_(master)
+        """Cast the policy's weights into the tensors of a snapshot."""
+        for name, weight in self._whole():
+            if tensors:
+                tensors[name].copy_(weight)
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's weights by the names of a snapshot, one by one."""
+        if self._adapter is not None:
+            return self._adapter.merged(self._weights)
+        return ((name, gathered(master)) for name, master in self.parameters.items())
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> np.ndarray:

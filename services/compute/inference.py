@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 import numpy as np
 import torch
 
+from services.compute.memory import Room
 from services.compute.packing import GroupBatch, PackedRows, micro_batches, pack, unpack
 from shared.group import Columns, TrajectoryGroup, split_ragged
 
@@ -16,17 +17,18 @@ Compute = Callable[[PackedRows], torch.Tensor]
 
 
 @torch.no_grad()
-def number_tokens(compute: Compute, groups: Sequence[Columns], max_tokens: int) -> list[np.ndarray]:
+def number_tokens(compute: Compute, groups: Sequence[Columns], room: Room) -> list[np.ndarray]:
     """[T] float32 for each group, of all its tokens.
 
-    groups: `prompt_tokens`, `tokens` and `tokens_offsets` of each. compute: [K] of packed tokens. max_tokens: of a
-    forward pass.
+    groups: `prompt_tokens`, `tokens` and `tokens_offsets` of each. compute: [K] of packed tokens. Raises
+    OutOfMemory.
     """
     batches = [as_batch(str(i), columns) for i, columns in enumerate(groups)]
     parts = [[np.zeros(0, dtype="f4")] * len(batch.tokens) for batch in batches]
-    for rows in micro_batches(batches, max_tokens):
-        for batch, i, part in unpack(rows, compute(pack(rows)).numpy()):
-            parts[int(batch.group_id)][i] = part
+    for rows in micro_batches(batches, room.max_tokens):
+        for found in room.compute(rows, lambda rows: list(unpack(rows, compute(pack(rows)).numpy()))):
+            for batch, i, part in found:
+                parts[int(batch.group_id)][i] = part
     return [np.concatenate(of_samples).astype("f4") for of_samples in parts]
 
 
@@ -47,10 +49,10 @@ def as_batch(group_id: str, group: Columns, *names: str) -> GroupBatch:
 class TokenStage:
     """The work of a stage that provides one number a token: groups that arrive meanwhile are computed together."""
 
-    def __init__(self, column: str, compute: Compute, max_tokens: int, thread: Executor) -> None:
+    def __init__(self, column: str, compute: Compute, room: Room, thread: Executor) -> None:
         self._column = column
         self._compute = compute
-        self._max_tokens = max_tokens
+        self._room = room
         self._thread = thread
         self._waiting: list[tuple[Columns, asyncio.Future[np.ndarray]]] = []
         self._worker: asyncio.Task[None] | None = None
@@ -67,8 +69,9 @@ class TokenStage:
         while self._waiting:
             taken, self._waiting = self._waiting, []
             try:
+                columns = [columns for columns, _ in taken]
                 found = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, number_tokens, self._compute, [columns for columns, _ in taken], self._max_tokens
+                    self._thread, number_tokens, self._compute, columns, self._room
                 )
             except Exception as error:
                 for _, future in taken:

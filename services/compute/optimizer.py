@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shared.config import Training
@@ -53,6 +54,14 @@ class Optimizer:
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor of which this rank may have a shard. All ranks call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of a tensor, on the CPU; [0] on ranks other than 0, which take part and keep nothing."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    whole = gathered(tensor.detach())
+    return whole.cpu().contiguous() if dist.get_rank() == 0 else torch.empty(0)
 
 
 def sharded_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

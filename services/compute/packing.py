@@ -104,6 +104,16 @@ def _rows(group: GroupBatch, max_tokens: int) -> list[Row]:
     return rows
 
 
+def halve(rows: list[Row]) -> list[list[Row]]:
+    """The rows in two micro-batches of about half the size; [] where they are one sample."""
+    if len(rows) > 1:
+        middle = (len(rows) + 1) // 2  # the longer rows come last
+        return [rows[:middle], rows[middle:]]
+    group, samples = rows[0].group, rows[0].samples
+    middle = len(samples) // 2
+    return [[Row(group, samples[:middle])], [Row(group, samples[middle:])]] if middle else []
+
+
 def pack(rows: list[Row]) -> PackedRows:
     """The arrays of one micro-batch."""
     width = max(row.length for row in rows)

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.compute.hf import HFBackend, checkpoint_gradients, load_model
-from services.compute.optimizer import gathered
+from services.compute.lora import Adapter
 from services.compute.packing import PackedRows
-from shared.config import Training
+from shared.config import Learner, Training
 
 
 class _Root(torch.nn.Module):
@@ -37,9 +36,20 @@ class _Root(torch.nn.Module):
 class ShardedBackend(HFBackend):
     """A causal LM whose float32 masters are shards; layers are gathered in the compute dtype when they are needed."""
 
-    def __init__(self, model: Any, tokenizer: Any, training: Training, tell: Callable[..., None]) -> None:
-        """model: in float32, the same on all ranks. tell: has the other ranks call the method of a name, too."""
-        super().__init__(model, tokenizer, None, dtype=training.dtype)
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        training: Training,
+        tell: Callable[..., None],
+        *,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """model: in float32, the same on all ranks. tell: has the other ranks call the method of a name, too.
+
+        adapter: the one in the model, which is in the compute dtype then.
+        """
+        super().__init__(model, tokenizer, None, dtype=training.dtype, adapter=adapter)
         self._tell = tell
         if training.gradient_checkpointing:
             checkpoint_gradients(model)
@@ -48,16 +58,27 @@ class ShardedBackend(HFBackend):
             fully_shard(layer, mp_policy=policy)
         self._root: torch.nn.Module = _Root(model)
         fully_shard(self._root, mp_policy=policy)
-        self.parameters = dict(model.named_parameters())
+        self._weights = dict(model.named_parameters())
+        self.parameters = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
 
     @classmethod
     def load_shards(
-        cls, folder: str, training: Training, tell: Callable[..., None], *, tokenizer: str | None = None
+        cls,
+        folder: str,
+        training: Learner,
+        tell: Callable[..., None],
+        *,
+        tokenizer: str | None = None,
+        adapter: Path | None = None,
     ) -> ShardedBackend:
         """As `load` of HFBackend; every rank reads the files."""
-        model, words, _ = load_model(AutoModelForCausalLM, folder, tokenizer, "float32")
-        HFBackend(model, words, None).check(folder)
-        return cls(model, words, training, tell)
+        lora, own = training.lora, None
+        dtype = "float32" if lora is None else training.dtype
+        model, words, _ = load_model(AutoModelForCausalLM, folder, tokenizer, dtype)
+        HFBackend(model, words, None, dtype=dtype).check(folder)
+        if lora is not None:
+            own = Adapter(model, lora, folder, adapter)
+        return cls(model, words, training, tell, adapter=own)
 
     def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of this rank's rows and entropies there, [K] float32 each, with gradient."""
@@ -79,18 +100,11 @@ class ShardedBackend(HFBackend):
 
     @torch.no_grad()
     def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Gather the masters one by one; into the tensors of a snapshot, where this rank has them."""
+        """Gather the policy's weights one by one; into the tensors of a snapshot, where this rank has them."""
         self._tell("write_snapshot", tensors={})
-        for name, master in self.parameters.items():
-            whole = gathered(master)
-            if tensors:
-                tensors[name].copy_(whole)
+        super().write_snapshot(tensors)
 
-    @torch.no_grad()
-    def save(self, folder: Path) -> None:
-        """Gather the masters; rank 0 writes them as a Hugging Face folder in float32, tokenizer included."""
-        self._tell("save", folder=str(folder))
-        whole = {name: gathered(master).cpu() for name, master in self.parameters.items()}
-        if dist.get_rank() == 0:
-            self._model.save_pretrained(folder, state_dict=whole)
-            self._tokenizer.save_pretrained(folder)
+    def capture(self) -> Callable[[Path], None]:
+        """Gather a copy of the masters, on rank 0; see backend.Backend."""
+        self._tell("capture")
+        return super().capture()

@@ -19,9 +19,10 @@ from protocol.channel import Reply, Server
 from protocol.codec import Message, part_groups
 from protocol.messages import GoBack, Learn, Learned, Ok, Service, Store
 from services.actor import StageActor
-from services.compute.checkpoint import Checkpoints, restore
+from services.compute.checkpoint import Captured, Checkpoints, capture, restore
 from services.compute.hf import HFCritic
 from services.compute.inference import TokenStage
+from services.compute.memory import Room
 from services.critic.trainer import CriticTrainer
 from services.member import Member
 from shared.addresses import advertised, host_of
@@ -47,7 +48,9 @@ class CriticService:
         keep = config.checkpoint.model_copy(update={"keep_last": config.checkpoint.keep_last + 1})
         # One more than the learner, which may fall between the two that are saved.
         self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints" / member.service, keep)
+        self._room = Room(member.service, self._settings)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=member.service)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._loaded = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._trainer: CriticTrainer
@@ -59,7 +62,7 @@ class CriticService:
         stage = TokenStage(
             VALUES[self._member.service],
             lambda rows: self._trainer.values(rows),
-            self._settings.tokens_per_micro_batch,
+            self._room,
             self._thread,
         )
         actor = StageActor(self._member, stage.process, capacity=GROUPS_AT_ONCE, idle_bucket="groups")
@@ -73,7 +76,7 @@ class CriticService:
         model = str(checkpoint or self._settings.model or config.model)
         torch.manual_seed(config.seed)
         backend = HFCritic.load(model, self._settings, tokenizer=config.tokenizer)
-        trainer = CriticTrainer(config, self._settings, backend, total_steps=self._member.total_steps)
+        trainer = CriticTrainer(config, self._settings, backend, self._room, total_steps=self._member.total_steps)
         if checkpoint is not None:
             restore(checkpoint, trainer)
         return trainer
@@ -85,7 +88,7 @@ class CriticService:
             case Learn() as learn:
                 return await self._learn(learn, message)
             case Store() as store:
-                await self._in_thread(self._store, store.version, store.lineage)
+                await self._store(store)
             case GoBack() as back:
                 await self._go_back(back.version)
             case _:
@@ -114,16 +117,24 @@ class CriticService:
                 f"the critic is at version {self._trainer.version}, not {version}: it was started again",
             )
 
-    def _store(self, version: int, lineage: int) -> None:
-        self._require(version)
-        self._checkpoints.save(self._trainer, lineage)
+    async def _store(self, store: Store) -> None:
+        """Save what it is now; while that is written it may learn on."""
+        captured = await self._in_thread(self._capture, store)
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._checkpoints.write, captured)
+
+    def _capture(self, store: Store) -> Captured:
+        self._require(store.version)
+        return capture(self._trainer, store.lineage)
 
     async def _go_back(self, version: int) -> None:
         if self._trainer.version == version:
             return
         log.info("goes back", version=version, before=self._trainer.version)
         try:
-            checkpoint = self._checkpoints.at(version) if version > 0 else None
+            checkpoint = None
+            if version > 0:  # in the writer's thread, after what it may still write
+                loop = asyncio.get_running_loop()
+                checkpoint = await loop.run_in_executor(self._writer, self._checkpoints.at, version)
             self._trainer = await self._in_thread(self._load, checkpoint)
         except StrettoError as error:
             raise ProtocolError("other_version", str(error)) from None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from services.compute.hf import HFCritic
 from services.compute.inference import as_batch
+from services.compute.memory import Room
 from services.compute.optimizer import Optimizer
-from services.compute.packing import PackedRows, micro_batches, pack
+from services.compute.packing import PackedRows, Row, micro_batches, pack
 from shared.algorithms.losses import value_loss
 from shared.config import Critic, RunConfig
 from shared.errors import StrettoError
@@ -20,10 +22,11 @@ from shared.group import Columns
 class CriticTrainer:
     """Updates a critic. version: of the policy that it has learned beside; state: nothing beyond the weights."""
 
-    def __init__(self, config: RunConfig, settings: Critic, backend: HFCritic, *, total_steps: int) -> None:
+    def __init__(self, config: RunConfig, settings: Critic, backend: HFCritic, room: Room, *, total_steps: int) -> None:
         self.config = config
         self.backend = backend
         self.settings = settings
+        self._room = room
         self.optimizer = Optimizer(backend.parameters, settings, total_steps)
         self.version = 0
         self.state: dict[str, float] = {}
@@ -48,9 +51,13 @@ class CriticTrainer:
             counted = sum(int(columns["loss_mask"].sum()) for columns in part)
             tokens += counted
             batches = [as_batch(str(i), columns, "values", "returns") for i, columns in enumerate(part)]
-            for rows in micro_batches(batches, self.settings.tokens_per_micro_batch):
-                self._micro_batch(pack(rows), counted, sums)
-            norm += float(self.optimizer.step()) / parts
+            for rows in micro_batches(batches, self._room.max_tokens):
+                for measured in self._room.compute(
+                    rows, partial(self._micro_batch, counted), self.backend.discard_gradients
+                ):
+                    sums = {name: total + found for (name, total), found in zip(sums.items(), measured, strict=True)}
+            with self._room.during("the optimizer's step"):
+                norm += float(self.optimizer.step()) / parts
         self.optimizer.advance()
         self.backend.use_snapshot(None)
         self.version += 1
@@ -62,12 +69,15 @@ class CriticTrainer:
             )
         return metrics | {"lr": self.optimizer.lr}
 
-    def _micro_batch(self, packed: PackedRows, counted: int, sums: dict[str, float]) -> None:
+    def _micro_batch(self, counted: int, rows: list[Row]) -> list[float]:
+        """Add to the gradients; returns the sums of what is measured, in the order of `learn`. counted: of the step."""
+        packed = pack(rows)
         mask = torch.from_numpy(packed.mask)
         old, returns = (torch.from_numpy(packed.columns[name])[mask] for name in ("values", "returns"))
         values = self.backend.values(packed)[mask]
         losses, clipped = value_loss(values, old, returns, self.settings.clip_value)
+        measured = [float(found.sum()) for found in (losses.detach(), clipped, values.detach(), returns)]
         (losses.sum() / max(counted, 1)).backward()  # type: ignore[no-untyped-call]
-        self.backend.collect_gradients()
-        for name, found in zip(sums, (losses.detach(), clipped, values.detach(), returns), strict=True):
-            sums[name] += float(found.sum())
+        with self._room.during("the sum of the gradients"):
+            self.backend.collect_gradients()
+        return measured

@@ -85,13 +85,16 @@ def step_batch(
 
 
 class _Valid:
-    """The n samples of a group with a valid reward and cost; their T tokens one after another."""
+    """The n samples of a group with valid scores of all stages; their T tokens one after another."""
 
     def __init__(self, group: TrajectoryGroup, version: int) -> None:
         columns = group.columns
-        ok = columns["reward_status"] == RewardStatus.OK
-        if "cost_status" in columns:
-            ok &= columns["cost_status"] == RewardStatus.OK
+        ok = np.ones(group.n_samples, dtype=bool)
+        for name, statuses in columns.items():
+            if name in ("reward_status", "cost_status"):
+                ok &= statuses == RewardStatus.OK
+            elif name.startswith("stage_status/"):
+                ok &= statuses != RewardStatus.INVALID
         sampled = group.is_sampled()
         self.greedy_reward = float(columns["rewards"][~sampled][0]) if not sampled.all() else np.nan
         if not ok[~sampled].all():

@@ -17,8 +17,7 @@ class Publisher:
     """Publishes the weights of a backend. figures: what the last version cost, by metric name."""
 
     def __init__(self, broadcaster: str, run_id: str, backend: Backend, config: RunConfig) -> None:
-        shapes = {name: tuple(master.shape) for name, master in backend.parameters.items()}
-        layout = Layout.of(shapes, config.rollout.dtype)
+        layout = Layout.of(backend.shapes, config.rollout.dtype)
         self.slots = Slots(broadcaster, run_id, layout, config.weights, patience_s=config.broker.patience_s)
         self._backend = backend
         self._probe = backend.probe_tokens(config.weights.probe_tokens)

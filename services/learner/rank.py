@@ -10,7 +10,7 @@ from services.learner.batch import StepBatch
 from services.learner.crew import Crew
 from services.learner.trainer import Trainer, load_trainer
 from shared.config import parse_config
-from shared.errors import StrettoError
+from shared.errors import OutOfMemory, StrettoError
 from shared.group import Columns, Prompt, TrajectoryGroup
 from shared.log import log
 
@@ -24,6 +24,8 @@ def follow(crew: Crew) -> None:
     for order, columns, values in crew.orders():
         try:
             getattr(rank, order)(columns, **values)
+        except OutOfMemory:
+            raise  # rank 0 waits for this one, and torchrun ends it
         except StrettoError as error:  # rank 0 has it too, and knows what follows
             log.warning("an order failed", order=order, error=str(error))
 
@@ -62,9 +64,9 @@ class Rank:
         """As of the backend."""
         self._trainer.backend.score(tokens)
 
-    def save(self, _: list[Columns], folder: str) -> None:
+    def capture(self, _: list[Columns]) -> None:
         """The part of all ranks in a checkpoint, which rank 0 writes."""
-        self._trainer.backend.save(Path(folder))
+        self._trainer.backend.capture()
         optimizer_tensors(self._trainer)
 
 

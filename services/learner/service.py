@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from protocol.codec import part_groups
 from protocol.messages import Checkpointed, Commit, Leased, LeaseRequest, Ok, Resume, Resumed
-from services.compute.checkpoint import Checkpoints
+from services.compute.checkpoint import Captured, Checkpoints, capture
 from services.learner.crew import Crew
 from services.learner.critics import Critics
 from services.learner.publisher import Publisher
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class LearnerService:
     """The learner in a run, which goes on from the run's latest checkpoint if there is one.
 
-    Everything that computes runs in one thread of its own, the trainer thread.
+    Everything that computes runs in one thread of its own, the trainer thread; checkpoints are written in another.
     """
 
     def __init__(self, member: Member, crew: Crew) -> None:
@@ -40,6 +40,8 @@ class LearnerService:
         self._config = member.config
         self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints", self._config.checkpoint)
         self._saved_version = 0
+        self._writing: asyncio.Task[None] | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._critics = Critics(self._config.broker.progress_s)
 
@@ -47,18 +49,20 @@ class LearnerService:
         """Train until the last version, or until the run drains; then save, and stay until the run has ended."""
         await self._start()
         try:
-            while self._trainer.version < self._member.total_steps:
-                groups = await self._lease()
-                if groups is None:
-                    break
-                if self._publisher.is_forgotten:
-                    await self._publish()
-                if groups:
-                    await self._update(groups)
-            await self._save()
-            self._member.state = "DRAINING"
-            self._member.account.enter("overhead")
-            await asyncio.Event().wait()  # ended by the run's end; the snapshots serve the last evaluation until then
+            async with asyncio.TaskGroup() as self._tasks:
+                while self._trainer.version < self._member.total_steps:
+                    groups = await self._lease()
+                    if groups is None:
+                        break
+                    if self._publisher.is_forgotten:
+                        await self._publish()
+                    if groups:
+                        await self._update(groups)
+                await self._save()
+                await self._written()
+                self._member.state = "DRAINING"
+                self._member.account.enter("overhead")
+                await asyncio.Event().wait()  # ended by the run's end; the snapshots serve the last evaluation
         finally:
             await self._publisher.close()
             await self._critics.close()
@@ -115,6 +119,7 @@ class LearnerService:
         except DriftError:
             if not batch.lessons:  # critics have gone on, and can save no older version
                 await self._save()
+                await self._written()
             raise
         finally:
             learning.cancel()
@@ -141,20 +146,38 @@ class LearnerService:
             published = await self._publisher.publish(self._member.lineage, version)
 
     async def _save(self) -> None:
+        """Copy what a checkpoint holds, once the one before it is written; it is written while the training goes on."""
         if self._saved_version == self._trainer.version:
             return
+        await self._written()
+        started = time.perf_counter()
         with self._member.account.within("overhead"):
-            await self._critics.store(self._trainer.version, self._member.lineage)
-            location = await self._in_thread(self._checkpoints.save, self._trainer, self._member.lineage)
-        self._saved_version = self._trainer.version
-        log.info("saved a checkpoint", version=self._saved_version, location=str(location))
+            captured = await self._in_thread(capture, self._trainer, self._member.lineage)
+        self._saved_version = captured.version
+        self._member.figures["checkpoint/copy_s"] = time.perf_counter() - started
+        self._writing = self._tasks.create_task(self._write(captured), name="checkpoint")
+
+    async def _write(self, captured: Captured) -> None:
+        """Have critics save the same version, write it, and tell the broker that the run may go on from there.
+
+        A critic is asked before anything else is asked of it, so that it is still at that version.
+        """
+        started, lineage = time.perf_counter(), self._member.lineage
+        await self._critics.store(captured.version, lineage)
+        loop = asyncio.get_running_loop()
+        location = await loop.run_in_executor(self._writer, self._checkpoints.write, captured)
+        log.info("saved a checkpoint", version=captured.version, location=str(location))
+        self._member.figures["checkpoint/write_s"] = time.perf_counter() - started
         saved = Checkpointed(
-            lineage=self._member.lineage,
-            version=self._saved_version,
-            location=str(location),
-            oldest=self._checkpoints.oldest(),
+            lineage=lineage, version=captured.version, location=str(location), oldest=self._checkpoints.oldest()
         )
         await self._member.request(saved, Ok)
+
+    async def _written(self) -> None:
+        """Wait until the newest checkpoint is there."""
+        if self._writing is not None:
+            with self._member.account.within("overhead"):
+                await self._writing
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with self._member.account.within("compute"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,8 @@ import torch
 from services.compute.backend import Backend
 from services.compute.checkpoint import restore
 from services.compute.hf import HFBackend
+from services.compute.lora import ADAPTER_FILE
+from services.compute.memory import Room
 from services.compute.optimizer import Optimizer
 from services.compute.packing import GroupBatch, PackedRows, Row, micro_batches, pack, unpack
 from services.learner.batch import Part, StepBatch, step_batch
@@ -22,7 +26,7 @@ from shared.algorithms.base import LossInput, State
 from shared.algorithms.losses import Denominators, aggregate, kl_k3, log_ratio
 from shared.config import RunConfig
 from shared.drift import check_drift, tolerance
-from shared.errors import SelfCheckError, StrettoError
+from shared.errors import DataError, SelfCheckError, StrettoError
 from shared.group import TrajectoryGroup
 
 
@@ -37,6 +41,7 @@ class Trainer:
         self._crew = crew or Crew()
         self._algorithm = algorithm
         self.backend = backend
+        self._room = Room("learner", config.learner, rank=self._crew.rank, ranks=self._crew.size)
         self.optimizer = Optimizer(backend.parameters, config.learner, total_steps)
         self.version = 0
         self.state = algorithm.initial_state()
@@ -59,7 +64,7 @@ class Trainer:
         be used.
         """
         self._crew.tell("update")
-        started = time.perf_counter()
+        started, halved = time.perf_counter(), self._room.halved
         sums: dict[str, torch.Tensor] = {}
         seconds: dict[str, float] = defaultdict(float)
         norms: list[float] = []
@@ -76,7 +81,8 @@ class Trainer:
             if number == 0:
                 check_drift(_means(sums), self.version, self.config.learner.drift_stop)
             before = time.perf_counter()
-            norms.append(float(self.optimizer.step()))
+            with self._room.during("the optimizer's step"):
+                norms.append(float(self.optimizer.step()))
             seconds["time/optimizer_s"] += time.perf_counter() - before
         metrics = batch.metrics | _means(sums) | {"lr": self.optimizer.lr}
         metrics["loss"] /= max(len(parts), 1)
@@ -87,6 +93,7 @@ class Trainer:
         self.optimizer.advance()
         self.version += 1
         metrics |= seconds | {"time/step_s": time.perf_counter() - started}
+        metrics["memory/halved"] = float(self._room.halved - halved)
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
             names = ", ".join(group.group_id for group in batch.groups)
             raise StrettoError(
@@ -97,7 +104,7 @@ class Trainer:
 
     def _rows(self, groups: list[GroupBatch]) -> list[list[Row] | None]:
         """This rank's micro-batches; None: one that it has no rows for, while other ranks have."""
-        batches = micro_batches(groups, self.config.learner.tokens_per_micro_batch)
+        batches = micro_batches(groups, self._room.max_tokens)
         return self._crew.share(batches, [sum(row.length for row in rows) for rows in batches])
 
     def _idle(self) -> None:
@@ -115,9 +122,14 @@ class Trainer:
             if rows is None:
                 self._idle()
                 continue
-            logprobs, _ = self.backend.logprobs(pack(rows), self.config.sampling.temperature)
-            for group, i, values in unpack(rows, logprobs.numpy()):
-                group.columns["old_logprobs"][i] = values
+            for found in self._room.compute(rows, self._computed):
+                for group, i, values in found:
+                    group.columns["old_logprobs"][i] = values
+
+    def _computed(self, rows: list[Row]) -> list[tuple[GroupBatch, int, np.ndarray]]:
+        """The policy's log-probs, sample by sample, as `unpack` gives them."""
+        logprobs, _ = self.backend.logprobs(pack(rows), self.config.sampling.temperature)
+        return list(unpack(rows, logprobs.numpy()))
 
     def _gradients(
         self, part: Part, state: State, seconds: dict[str, float], *, fresh_lag: int | None
@@ -131,31 +143,33 @@ class Trainer:
             if rows is None:
                 self._idle()
                 continue
-            packed = pack(rows)
-            measures, logprobs = self._micro_batch(packed, part.whole, state, seconds)
-            _add(sums, measures)
-            if fresh_lag is not None:
-                _add(sums, _fresh_drift(packed, logprobs, fresh_lag))
+            work = partial(self._micro_batch, part.whole, state, seconds, fresh_lag)
+            for measures in self._room.compute(rows, work, self.backend.discard_gradients):
+                _add(sums, measures)
         return sums
 
     def _micro_batch(
-        self, packed: PackedRows, whole: Denominators, state: State, seconds: dict[str, float]
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Add to the gradients and the seconds; returns sums of what is measured, and the log-probs, [K]."""
+        self, whole: Denominators, state: State, seconds: dict[str, float], fresh_lag: int | None, rows: list[Row]
+    ) -> dict[str, torch.Tensor]:
+        """Add to the gradients and the seconds; returns sums of what is measured."""
+        packed = pack(rows)
         start = time.perf_counter()
         logprobs, entropy = self.backend.logprobs(packed, self.config.sampling.temperature)
         losses, measures = self._losses(packed, logprobs, entropy, state)
         counted = torch.from_numpy(packed.mask)
         sample = torch.from_numpy(packed.sample)[counted]
         loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, whole)
+        measures |= {"loss": loss.detach(), "entropy": entropy.detach()[counted].sum()}
+        if fresh_lag is not None:
+            measures |= _fresh_drift(packed, logprobs.detach(), fresh_lag)
         middle = time.perf_counter()
         (loss * self._crew.size).backward()  # type: ignore[no-untyped-call]  # gradients are averaged over ranks
-        self.backend.collect_gradients()
+        with self._room.during("the sum of the gradients"):
+            self.backend.collect_gradients()
         end = time.perf_counter()
         seconds["time/forward_s"] += middle - start
         seconds["time/backward_s"] += end - middle
-        measures |= {"loss": loss.detach(), "entropy": entropy.detach()[counted].sum()}
-        return measures, logprobs.detach()
+        return measures
 
     def _losses(
         self, packed: PackedRows, logprobs: torch.Tensor, entropy: torch.Tensor, state: State
@@ -199,6 +213,12 @@ class Trainer:
             }
         return losses, measures
 
+    def _measured(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        """Sums of what is measured, without an update."""
+        packed = pack(rows)
+        computed = self.backend.logprobs(packed, self.config.sampling.temperature)
+        return self._losses(packed, *computed, self.state)[1]
+
     @torch.no_grad()
     def self_check(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """Check, before the first update, that the engine sampled from the policy that the learner computes.
@@ -216,10 +236,9 @@ class Trainer:
         lags = np.zeros(len(tokens), dtype="i8")
         batch = GroupBatch(group.group_id, group.columns["prompt_tokens"], tokens, mask, columns, lags)
         sums: dict[str, torch.Tensor] = {}
-        for rows in micro_batches([batch], self.config.learner.tokens_per_micro_batch):
-            packed = pack(rows)  # each rank computes all of it
-            computed = self.backend.logprobs(packed, self.config.sampling.temperature)
-            _add(sums, self._losses(packed, *computed, self.state)[1])
+        for rows in micro_batches([batch], self._room.max_tokens):  # each rank computes all of it
+            for measures in self._room.compute(rows, self._measured):
+                _add(sums, measures)
         found = _means(sums)
         allowed = tolerance(self.config)
         if not found["drift/mean"] <= allowed or found.get("clip_fraction", 0.0) > 0.05:
@@ -294,16 +313,25 @@ def _means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
 
 def load_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None, crew: Crew | None = None) -> Trainer:
     """The trainer of a run, at the version of a checkpoint or, without one, at version 0. Raises DataError."""
-    model = config.model if checkpoint is None else str(checkpoint)
+    trains_adapter = config.learner.lora is not None
+    if checkpoint is not None and (checkpoint / ADAPTER_FILE).is_file() != trains_adapter:
+        holds, setting = ("a whole model", "set") if trains_adapter else ("an adapter", "not set")
+        raise DataError(
+            f"the checkpoint {checkpoint} holds {holds}, and learner.lora is {setting}: resume with the setting that "
+            "it was made with"
+        )
+    model = config.model if checkpoint is None or trains_adapter else str(checkpoint)
+    places: dict[str, Any] = {"tokenizer": config.tokenizer, "adapter": checkpoint if trains_adapter else None}
+    torch.manual_seed(config.seed)  # of a new adapter, which all ranks begin alike
     backend: HFBackend
     if crew is None or crew.size == 1:
-        backend = HFBackend.load(model, config.learner, tokenizer=config.tokenizer)
+        backend = HFBackend.load(model, config.learner, **places)
     else:
         from services.compute.sharded import ShardedBackend
 
         tree, location = config.model_dump(mode="json"), None if checkpoint is None else str(checkpoint)
         crew.tell("load", config=tree, total_steps=total_steps, checkpoint=location)
-        backend = ShardedBackend.load_shards(model, config.learner, crew.tell, tokenizer=config.tokenizer)
+        backend = ShardedBackend.load_shards(model, config.learner, crew.tell, **places)
     trainer = Trainer(config, backend, load_algorithm(config.algorithm), total_steps=total_steps, crew=crew)
     if checkpoint is not None:
         restore(checkpoint, trainer)

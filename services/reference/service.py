@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from services.actor import StageActor
 from services.compute.hf import HFBackend
 from services.compute.inference import TokenStage
+from services.compute.memory import Room
 from services.member import Member
 
 GROUPS_AT_ONCE = 32
@@ -24,9 +25,8 @@ async def serve(broker: str, instance: str) -> None:
         model = await asyncio.to_thread(
             HFBackend.frozen, reference.model or config.model, reference.dtype, tokenizer=config.tokenizer
         )
-        stage = TokenStage(
-            "ref_logprobs", lambda rows: model.logprobs(rows, temperature)[0], reference.tokens_per_micro_batch, thread
-        )
+        room = Room("reference", reference)
+        stage = TokenStage("ref_logprobs", lambda rows: model.logprobs(rows, temperature)[0], room, thread)
         member.state = "SERVING"
         await StageActor(member, stage.process, capacity=GROUPS_AT_ONCE, idle_bucket="groups").run()
 

@@ -15,7 +15,6 @@ from services.reward.servers import RewardServer
 from services.reward.signals import (
     Function,
     Score,
-    Stage,
     arguments_of,
     finite,
     invalid,
@@ -24,17 +23,18 @@ from services.reward.signals import (
     raised,
     read_answer,
 )
-from shared.config import Reward
+from shared.config import OwnStage, Reward
 from shared.errors import StrettoError
+from shared.graph import scores as score_columns
 from shared.group import Columns, RewardStatus, TrajectoryGroup, ragged_text
 
 ASYNC_AT_ONCE = 64
 
 
 class Scorer:
-    """The reward (or the cost) of a run: its signals, clipped and weighted."""
+    """The reward (or the cost, or a stage of the run's own): its signals, clipped and weighted."""
 
-    def __init__(self, settings: Reward, stage: Stage = "reward") -> None:
+    def __init__(self, settings: Reward, stage: str = "reward") -> None:
         """Loads the functions. Raises PluginError or ConfigError where one cannot be."""
         self._settings = settings
         self._stage = stage
@@ -59,25 +59,42 @@ class Scorer:
             await model.start()
 
     async def score(self, group: TrajectoryGroup) -> Columns:
-        """The columns of the stage.
+        """The columns of the stage. What a stage before it has left out is invalid, and not scored.
 
-        Raises StrettoError where no sample of the group has a valid reward, with the commonest reason.
+        Raises StrettoError where no sample that is there has a valid score, with the commonest reason.
         """
-        arguments = arguments_of(group)
+        left_out = _left_out(group)
         names = list(self._weights)
-        scores = await asyncio.gather(*(self._try(name, given) for given in arguments for name in names))
+        scores = await asyncio.gather(
+            *(
+                self._try(name, given, left_out[sample])
+                for sample, given in enumerate(arguments_of(group))
+                for name in names
+            )
+        )
         by_sample = [
             dict(zip(names, scores[i : i + len(names)], strict=True)) for i in range(0, len(scores), len(names))
         ]
-        rewards = [combine(sample, self._weights) for sample in by_sample]
-        if all(reward.status is not RewardStatus.OK for reward in rewards):
-            reason, count = Counter(reward.reason for reward in rewards).most_common(1)[0]
-            raise StrettoError(f"no sample has a valid {self._stage}; {count} of {len(rewards)}: {reason}")
+        rewards = [
+            combine(sample, self._weights) if out is None else invalid(out)
+            for sample, out in zip(by_sample, left_out, strict=True)
+        ]
+        asked = [reward for reward, out in zip(rewards, left_out, strict=True) if out is None]
+        if asked and all(reward.status is not RewardStatus.OK for reward in asked):
+            reason, count = Counter(reward.reason for reward in asked).most_common(1)[0]
+            raise StrettoError(f"no sample has a valid {self._stage}; {count} of {len(asked)}: {reason}")
+        if isinstance(self._settings, OwnStage) and (least := self._settings.at_least) is not None:
+            rewards = [
+                invalid(f"{r.value:g} is below {least:g}") if r.status is RewardStatus.OK and r.value < least else r
+                for r in rewards
+            ]
+        value, status = score_columns(self._stage)
         columns: Columns = {
-            f"{self._stage}s": np.array([r.value if r.status is RewardStatus.OK else 0.0 for r in rewards], dtype="f4"),
-            f"{self._stage}_status": np.array([r.status for r in rewards], dtype="u1"),
-            **ragged_text(f"{self._stage}_reasons", [r.reason for r in rewards]),
+            value: np.array([r.value if r.status is RewardStatus.OK else 0.0 for r in rewards], dtype="f4"),
+            status: np.array([r.status for r in rewards], dtype="u1"),
         }
+        if self._stage in ("reward", "cost"):
+            columns |= ragged_text(f"{self._stage}_reasons", [r.reason for r in rewards])
         for name in names:
             columns[f"signal/{name}"] = np.array([s[name].value for s in by_sample], dtype="f4")
             columns[f"signal_status/{name}"] = np.array([s[name].status for s in by_sample], dtype="u1")
@@ -92,8 +109,10 @@ class Scorer:
         for server in self._servers.values():
             await server.close()
 
-    async def _try(self, name: str, arguments: dict[str, Any]) -> Score:
+    async def _try(self, name: str, arguments: dict[str, Any], left_out: str | None) -> Score:
         """One signal of one sample, scored again while it is invalid, and clipped."""
+        if left_out is not None:
+            return invalid(left_out)
         score = invalid("not scored")
         attempts = 1 if name in self._servers else self._settings.attempts  # a server's requests are tried again below
         for _ in range(attempts):
@@ -122,6 +141,16 @@ class Scorer:
             if deadline.expired():
                 return no_answer(name, self._settings.timeout_s)
             return raised(name, error)
+
+
+def _left_out(group: TrajectoryGroup) -> list[str | None]:
+    """Of each sample, which stage before has left it out."""
+    found: list[str | None] = [None] * group.n_samples
+    for name, statuses in group.columns.items():
+        if name.startswith("stage_status/"):
+            for sample in np.flatnonzero(statuses == RewardStatus.INVALID):
+                found[sample] = f"left out by the stage {name.partition('/')[2]}"
+    return found
 
 
 def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:

@@ -1,24 +1,22 @@
-"""The reward service: leases generated groups and scores them with the run's signals. It serves the cost stage too."""
+"""Leases groups and scores them with the signals of a stage: the reward, the cost, or one of the run's own."""
 
 from __future__ import annotations
 
 from services.actor import StageActor
 from services.member import Member
 from services.reward.score import Scorer
-from services.reward.signals import Stage
 from shared.errors import ConfigError
 
 GROUPS_AT_ONCE = 32
 
 
-async def serve(broker: str, instance: str, service: Stage = "reward") -> None:
+async def serve(broker: str, instance: str, stage: str = "reward") -> None:
     """Score groups until the run ends. Raises ConfigError where the run has no such stage."""
-    member = Member(broker, service, instance, stage=service)
+    member = Member(broker, "cost" if stage == "cost" else "reward", instance, stage=stage)
     config = await member.join()
-    settings = config.reward if service == "reward" else config.cost
-    if settings is None:
-        raise ConfigError("the run scores no costs: its config has no `cost`")
-    scorer = Scorer(settings, service)
+    if stage not in config.scoring:
+        raise ConfigError(f"the run has no stage {stage!r} that scores; it has {', '.join(config.scoring)}")
+    scorer = Scorer(config.scoring[stage][0], stage)
 
     async def work() -> None:
         await scorer.start()

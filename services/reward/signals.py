@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +20,6 @@ from shared.plugins import load_plugin
 
 PROVIDED = ("prompt", "messages", "completion", "finish_reason", "n_tokens")
 """Arguments that any reward function may take, beside the fields of the row and its own args."""
-
-Stage = Literal["reward", "cost"]
-"""The stages that signals score for."""
 
 LARGEST = float(np.finfo("f4").max)
 LONGEST_REASON = 500  # characters
@@ -101,9 +99,9 @@ class Function:
             known = ", ".join(sorted(self._takes))
             raise ConfigError(f"{self._title} does not take {unknown[0]!r}, which is in its args; it takes {known}")
 
-    def check(self, prompt: Prompt) -> None:
-        """Raises ConfigError where the function needs an argument that the rows do not give it."""
-        given = {*PROVIDED, *prompt.fields, *self._args}
+    def check(self, prompt: Prompt, stages: Iterable[str] = ()) -> None:
+        """Raises ConfigError where the function needs what neither the rows nor the stages before give it."""
+        given = {*PROVIDED, *stages, *prompt.fields, *self._args}
         if missing := sorted(self._needs - given):
             raise ConfigError(
                 f"{self._title} needs {missing[0]!r}, which neither its args nor the rows give; there are "
@@ -146,8 +144,14 @@ def finite(value: float, what: str) -> Score:
 
 
 def arguments_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
-    """What the functions are given for each sample of a group."""
+    """What the functions are given for each sample of a group; the scores of stages before by the stage's name."""
     prompt = group.prompt
+    names = {"rewards": "reward", "costs": "cost"}
+    before = {
+        names.get(column, column.removeprefix("stage/")): values.tolist()
+        for column, values in group.columns.items()
+        if column in names or column.startswith("stage/")
+    }
     lengths = np.diff(group.columns["tokens_offsets"]).tolist()
     return [
         {
@@ -157,8 +161,11 @@ def arguments_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
             "completion": text,
             "finish_reason": FinishReason(reason).name.lower(),
             "n_tokens": length,
+            **{stage: values[sample] for stage, values in before.items()},
         }
-        for text, reason, length in zip(group.texts(), group.columns["finish_reasons"], lengths, strict=True)
+        for sample, (text, reason, length) in enumerate(
+            zip(group.texts(), group.columns["finish_reasons"], lengths, strict=True)
+        )
     ]
 
 

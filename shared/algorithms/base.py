@@ -18,11 +18,10 @@ from shared.graph import (
     REFERENCE,
     CriticName,
     Stage,
-    cost_stage,
     critic_stage,
     learner_stage,
-    reward_stage,
     rollout_stage,
+    scoring_stage,
 )
 
 if TYPE_CHECKING:
@@ -134,9 +133,10 @@ class Algorithm(BaseModel, ABC):
 
     def stages(self, config: RunConfig) -> list[Stage]:
         """The stages of a run, the learner last."""
-        stages = [rollout_stage(greedy=self.greedy_baseline), reward_stage(s.name for s in config.reward.signals)]
-        if self.uses_costs and config.cost is not None:
-            stages.append(cost_stage(s.name for s in config.cost.signals))
+        stages = [rollout_stage(greedy=self.greedy_baseline)]
+        for name, (scoring, after) in config.scoring.items():
+            if name != "cost" or self.uses_costs:
+                stages.append(scoring_stage(name, (signal.name for signal in scoring.signals), after))
         if self.kl_in != "none":
             stages.append(REFERENCE)
         stages += [critic_stage(critic) for critic in self.critics]

@@ -2,7 +2,8 @@
 
     python tests/containers/run.py [--compose "docker compose"] [--engine docker] [--no-build] [--json PATH]
 
-Builds the image `cpu`, starts the compose file with the tiny model, and ends with the account of all groups.
+Builds the image `cpu`, starts the compose file with the tiny model and a reward server of the user's in a container of
+its own, and ends with the account of all groups.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 PROJECT = "stretto-test"
+FILES = ["-f", "docker-compose.yml", "-f", "tests/containers/judge.yaml"]
 STEPS = 150
 DEADLINE_S = 600.0
 CONFIG: dict[str, Any] = {
@@ -36,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "sampling": {"max_tokens": 24, "ignore_eos": True},
     "rollout": {"dtype": "float32", "max_samples": 8},
     "learner": {"dtype": "float32", "lr": 1e-3},
-    "reward": {"signals": [{"name": "digits", "function": "/config/rewards.py:digits"}]},
+    "reward": {"signals": [{"name": "judge", "server": "http://judge:8000/score", "auth_env": "JUDGE_TOKEN"}]},
     "broker": {"bind": "tcp://0.0.0.0:5555", "heartbeat_s": 0.5},
 }
 
@@ -50,7 +52,6 @@ class Stage:
         self._environment = os.environ | {
             "STRETTO_CONFIG_FOLDER": str(folder),
             "COMPOSE_PROJECT_NAME": PROJECT,
-            "STRETTO_SHM_SIZE": "512m",
         }
         self.seconds: dict[str, float] = {}
         self._began = time.monotonic()
@@ -58,7 +59,7 @@ class Stage:
     def compose(self, *arguments: str, check: bool = True) -> str:
         """What a compose command prints."""
         done = subprocess.run(
-            [*self._compose, "-p", PROJECT, *arguments],
+            [*self._compose, "-p", PROJECT, *FILES, *arguments],
             cwd=ROOT,
             env=self._environment,
             stdout=subprocess.PIPE,
@@ -101,6 +102,18 @@ class Stage:
             time.sleep(1.0)
         raise SystemExit(f"not within {DEADLINE_S:g} s: {what}; the last status: {json.dumps(status)[:2000]}")
 
+    def ended(self) -> dict[str, Any]:
+        """Wait until the run is over; its last status."""
+        end = time.monotonic() + DEADLINE_S
+        while self.containers("broker"):
+            if time.monotonic() > end:
+                raise SystemExit(f"not over within {DEADLINE_S:g} s: {json.dumps(self.status())[:2000]}")
+            time.sleep(1.0)
+        self.done("the last versions")
+        read = ["run", "--rm", "-T", "--no-deps", "--entrypoint", "cat", "keys", "/runs/run/status.json"]
+        status: dict[str, Any] = json.loads(self.compose(*read))
+        return status
+
 
 def rollouts(status: dict[str, Any]) -> int:
     """How many rollouts generate."""
@@ -120,7 +133,6 @@ def main() -> None:
         folder.chmod(0o755)
         rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(30) for b in range(30)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "rewards.py").write_text("def digits(completion):\n    return sum(c.isdigit() for c in completion)\n")
         (folder / "run.yaml").write_text(yaml.safe_dump(CONFIG))
         stage = Stage(args.compose, args.engine, folder)
         try:
@@ -144,13 +156,17 @@ def play(stage: Stage, *, build: bool) -> dict[str, Any]:
     stage.compose("up", "-d", "--scale", "rollout=3", "--no-recreate")
     stage.reach(lambda s: rollouts(s) == 3, "three rollouts")
     victim = stage.containers("rollout")[-1]
-    subprocess.run([*stage.engine, "kill", victim], check=True, stdout=subprocess.DEVNULL)
+    for command in ("kill", "rm"):
+        subprocess.run([*stage.engine, command, victim], check=True, stdout=subprocess.DEVNULL)
     status = stage.reach(lambda s: any("not heard of" in w or "went back" in w for w in s["warnings"]), "one is missed")
     at = status["version"]
     stage.reach(lambda s: s["version"] >= at + 10, "10 versions more")
     stage.compose("up", "-d", "--scale", "rollout=1", "--no-recreate")
+    for surplus in stage.containers("rollout")[1:]:  # podman-compose scales up only
+        for command in ("stop", "rm"):
+            subprocess.run([*stage.engine, command, surplus], check=True, stdout=subprocess.DEVNULL)
     stage.reach(lambda s: rollouts(s) == 1, "one rollout")
-    status = stage.reach(lambda s: s["version"] >= STEPS - 1 or s["state"] != "running", "the last versions")
+    status = stage.ended()
     account = status["groups"]["train"]
     accounted = account["consumed"] + account["dead"] + account["in_flight"] + sum(account["dropped"].values())
     assert account["admitted"] == accounted and account["dead"] == 0, account

@@ -58,7 +58,7 @@ class Workplace:
         file.write_text(yaml.safe_dump(self.config | changes))
         return file
 
-    def stretto(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess:
+    def stretto(self, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, "-m", "stretto", *map(str, arguments)],
             cwd=ROOT,

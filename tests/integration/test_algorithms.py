@@ -69,7 +69,7 @@ async def test_critic_and_learner_go_on_from_one_checkpoint_when_either_is_kille
     run = LocalRun(load_config(workplace.write(**changes)), workplace.run_folder)
     await run.start()
     waiting = asyncio.create_task(run.wait())
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while (await run.status(wait_version=7, wait_s=60.0))["version"] < 7:
             pass
         os.kill(run.pids[victim], signal.SIGKILL)

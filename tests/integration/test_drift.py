@@ -28,7 +28,7 @@ async def test_a_run_warns_of_drift_and_ends_before_the_update_in_which_it_passe
         match=r"^learner: engine and learner do not compute the same policy any more: .*"
         r"sampled with version 2 .* by 1 nats on average, .* above learner\.drift_stop \(0\.9\)",
     ):
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(280):
             await run.wait()
     metrics = read_lines(workplace.run_folder / "metrics.jsonl")
     assert [record["drift/fresh/lag"] for record in metrics] == [0, 0]

@@ -7,9 +7,13 @@ import json
 import os
 import resource
 import signal
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from services.broker.journal import FILE
 from shared.config import load_config
@@ -18,6 +22,8 @@ from stretto import launcher
 from stretto.launcher import LocalRun
 
 from .conftest import read_lines
+
+SLOW_DISK = (sys.executable, str(Path(__file__).with_name("slow_disk.py")))
 
 
 def trained_groups(folder) -> dict[int, list[list[str]]]:
@@ -35,7 +41,7 @@ async def test_a_learner_that_is_killed_makes_the_updates_after_its_checkpoint_a
     run = LocalRun(config, workplace.run_folder)
     await run.start()
     waiting = asyncio.create_task(run.wait())
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while (await run.status(wait_version=7, wait_s=60.0))["version"] < 7:
             pass
         os.kill(run.pids["learner"], signal.SIGKILL)
@@ -58,11 +64,33 @@ async def test_a_learner_that_is_killed_makes_the_updates_after_its_checkpoint_a
         assert batches[version][0] == batches[version][1]
 
 
+async def test_updates_go_on_while_a_checkpoint_is_written_and_it_counts_once_it_is_there(workplace, monkeypatch):
+    monkeypatch.setattr(launcher, "FIRST_PAUSE_S", 0.1)
+    config = load_config(workplace.write(steps=8, checkpoint={"every": 3}))
+    run = LocalRun(config, workplace.run_folder, program=SLOW_DISK)
+    await run.start()
+    waiting = asyncio.create_task(run.wait())
+    checkpoints = workplace.run_folder / "checkpoints"
+    async with asyncio.timeout(150):
+        while (await run.status(wait_version=5, wait_s=60.0))["version"] < 5:
+            assert not waiting.done()
+        assert not list(checkpoints.glob("checkpoint-*"))
+        os.kill(run.pids["learner"], signal.SIGKILL)
+        while (status := await run.status(wait_version=5, wait_s=1.0))["lineage"] == 0 or status["version"] < 5:
+            assert not waiting.done()
+        assert not list(checkpoints.glob("checkpoint-*"))
+        (workplace.folder / "runs" / "may-write").touch()
+        await waiting
+    made = read_lines(workplace.run_folder / "metrics.jsonl")
+    assert [record["version"] for record in made if record["lineage"] == 1] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-6", "checkpoint-8"]
+
+
 async def test_a_run_whose_every_process_is_killed_goes_on_with_what_it_had(workplace):
     config = load_config(workplace.write(steps=12, checkpoint={"every": 4}))
     run = LocalRun(config, workplace.run_folder)
     await run.start()
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while (before := await run.status(wait_version=6, wait_s=60.0))["version"] < 6:
             pass
     await run.kill()
@@ -76,11 +104,32 @@ async def test_a_run_whose_every_process_is_killed_goes_on_with_what_it_had(work
     assert len(set(rows)) == 30  # an epoch of 30 rows, and a part of the next
 
 
+def test_a_run_of_an_adapter_learns_and_goes_on_from_its_checkpoint(workplace):
+    learner = {"dtype": "float32", "lr": 1e-2, "lora": {"rank": 4}}
+    done = workplace.stretto("train", workplace.write(steps=3, learner=learner), "--plain")
+    assert done.returncode == 0, done.stderr
+    config = workplace.write(steps=5, learner=learner)
+    done = workplace.stretto("train", config, "--plain", "--resume")
+    assert done.returncode == 0, done.stderr
+    metrics = read_lines(workplace.run_folder / "metrics.jsonl")
+    assert [step["version"] for step in metrics] == [1, 2, 3, 4, 5]
+    assert any(step["grad_norm"] > 0 for step in metrics[3:] if "grad_norm" in step)
+    checkpoints = workplace.run_folder / "checkpoints"
+    assert not list(checkpoints.rglob("model.safetensors"))
+    made = [load_file(checkpoints / f"checkpoint-{version}" / "adapter_model.safetensors") for version in (3, 5)]
+    assert any(not torch.equal(made[0][name], made[1][name]) for name in made[0])
+    merged = workplace.folder / "merged"
+    done = workplace.stretto("merge", checkpoints / "checkpoint-5", merged)
+    assert done.returncode == 0 and (merged / "model.safetensors").is_file(), done.stderr
+    again = workplace.stretto("merge", checkpoints / "checkpoint-5", merged)
+    assert again.returncode == 2 and "is there already" in again.stderr
+
+
 async def test_a_disk_that_is_full_ends_the_run_and_all_up_to_then_is_intact(workplace):
     config = load_config(workplace.write(steps=200, checkpoint={"every": 4}))
     run = LocalRun(config, workplace.run_folder)
     await run.start()
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while (await run.status(wait_version=6, wait_s=60.0))["version"] < 6:
             pass
         journal = workplace.run_folder / f"{FILE}-wal"

@@ -92,7 +92,7 @@ async def test_several_rollouts_and_rewards_share_the_work(workplace):
     waiting = asyncio.create_task(run.wait())
     working = {"rollout-0", "rollout-1", "reward-0", "reward-1", "learner"}
     version = 0
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while working:
             status = await run.status(wait_version=version + 1, wait_s=10.0)
             version = status["version"]
@@ -108,7 +108,7 @@ async def test_two_ranks_share_the_learner_and_a_killed_one_is_started_again(wor
     run = LocalRun(config, workplace.run_folder)
     await run.start()
     waiting = asyncio.create_task(run.wait())
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while (await run.status(wait_version=4, wait_s=60.0))["version"] < 4:
             assert not waiting.done()
         torchrun = psutil.Process(run.pids["learner"])
@@ -129,7 +129,7 @@ async def test_a_run_is_ended_in_order_from_the_command_line(workplace):
     run = LocalRun(config, workplace.run_folder)
     await run.start()
     waiting = asyncio.create_task(run.wait())
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(280):
         while (await run.status(wait_version=2, wait_s=60.0))["version"] < 2:
             assert not waiting.done()
         done = await asyncio.to_thread(workplace.stretto, "drain", workplace.run_folder, "--reason", "enough")

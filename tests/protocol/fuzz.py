@@ -1,4 +1,4 @@
-"""Sends mutated messages to a real broker, to a client and to an event socket, and checks that nothing comes of them.
+"""Sends mutated messages to a broker, a reward server, a client and an event socket; nothing may come of them.
 
     python tests/protocol/fuzz.py --messages 1000000
 
@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from protocol.channel import MAX_REFUSED, Client
 from protocol.codec import Message, encode
 from protocol.events import EventSubscriber
-from protocol.messages import BODIES, Body, Drain, Event, Ok, Resume, Status, StatusRequest
+from protocol.messages import BODIES, Body, Drain, Event, Ok, Resume, ScoreRequest, Scores, Status, StatusRequest
 from shared.errors import StrettoError
 
 ROOT = Path(__file__).parents[2]
@@ -185,33 +185,60 @@ def resident_mib(pid: int) -> float:
     return pages * 4096 / 2**20
 
 
+async def attack(
+    process: tuple[int, str], body: Body, mutator: Mutator, messages: int, show: Callable[[str], None]
+) -> list[float]:
+    """Messages to a server, which answers `body` after each few of them; its memory in MiB now and then."""
+    pid, address = process
+    memory: list[float] = []
+    for number in range(0, messages, BATCH):
+        hostile = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        hostile.connect(address)
+        for _ in range(min(BATCH, messages - number)):
+            await hostile.send_multipart(mutator.message(), copy=True)
+        last = Message(body)
+        await hostile.send_multipart(encode(last))  # its answer says that all before it were read
+        async with asyncio.timeout(60):
+            while (answer := await hostile.recv_multipart()) and last.id not in answer[0]:
+                pass
+        hostile.close(linger=0)
+        if number % (max(messages // 20, 1) // BATCH * BATCH + BATCH) == 0:
+            memory.append(resident_mib(pid))
+            show(f"{number:,} messages, {memory[-1]:.0f} MiB")
+    return memory
+
+
 async def attack_broker(mutator: Mutator, messages: int, show: Callable[[str], None]) -> dict[str, Any]:
     """Messages to a broker. Raises AssertionError where it does not answer an honest client any more."""
-    with tempfile.TemporaryDirectory() as folder, broker_process(Path(folder)) as (pid, address):
-        honest = Client(address)
-        memory: list[float] = []
-        for number in range(0, messages, BATCH):
-            hostile = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-            hostile.connect(address)
-            for _ in range(min(BATCH, messages - number)):
-                await hostile.send_multipart(mutator.message(), copy=True)
-            last = Message(StatusRequest())
-            await hostile.send_multipart(encode(last))  # its answer says that all before it were read
-            async with asyncio.timeout(60):
-                while (answer := await hostile.recv_multipart()) and last.id not in answer[0]:
-                    pass
-            hostile.close(linger=0)
-            if number % (max(messages // 20, 1) // BATCH * BATCH + BATCH) == 0:
-                memory.append(resident_mib(pid))
-                show(f"broker: {number:,} messages, {memory[-1]:.0f} MiB")
+    with tempfile.TemporaryDirectory() as folder, broker_process(Path(folder)) as process:
+        memory = await attack(process, StatusRequest(), mutator, messages, show)
+        honest = Client(process[1])
         answer, _ = await honest.request(StatusRequest(), Status)
-        memory.append(resident_mib(pid))
+        memory.append(resident_mib(process[0]))
         status = answer.status
         await honest.close()
     accounts = status["groups"]["train"]
     assert accounts["consumed"] == 0 and status["version"] == 0 and status["state"] == "running", status
     refused = sum(status["refused_messages"].values())
     return {"messages": messages, "refused": refused, "by_code": status["refused_messages"], "memory_mib": memory}
+
+
+async def attack_reward_server(mutator: Mutator, messages: int, show: Callable[[str], None]) -> dict[str, Any]:
+    """Messages to a reward server of a user, whose function takes one argument."""
+    with tempfile.TemporaryDirectory() as folder:
+        address, code = f"ipc://{folder}/s", "import sys; from stretto.reward import serve; serve(len, sys.argv[1])"
+        with subprocess.Popen([sys.executable, "-c", code, address], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+            try:
+                request = ScoreRequest(samples=[{"completion": "x"}])
+                memory = await attack((process.pid, address), request, mutator, messages, show)
+                honest = Client(address)
+                answer, _ = await honest.request(request, Scores)
+                memory.append(resident_mib(process.pid))
+                await honest.close()
+            finally:
+                process.kill()
+    assert answer.scores == [{"invalid": "TypeError: len() takes no keyword arguments"}], answer.scores
+    return {"messages": messages, "memory_mib": memory}
 
 
 async def attack_client(mutator: Mutator, messages: int) -> dict[str, Any]:
@@ -266,10 +293,13 @@ async def attack_events(mutator: Mutator, messages: int) -> dict[str, Any]:
 
 
 async def run(messages: int, number: int, show: Callable[[str], None] = print) -> dict[str, Any]:
-    """All three, 70 % of the messages to the broker; returns their figures."""
+    """All four, 60 % of the messages to the broker; returns their figures."""
     mutator = Mutator(number, plain_values(number))
     started = time.monotonic()
-    figures: dict[str, Any] = {"broker": await attack_broker(mutator, messages * 7 // 10, show)}
+    show("a broker")
+    figures: dict[str, Any] = {"broker": await attack_broker(mutator, messages * 6 // 10, show)}
+    show("a reward server")
+    figures["reward_server"] = await attack_reward_server(mutator, messages // 10, show)
     show("a client")
     figures["client"] = await attack_client(mutator, messages * 15 // 100)
     show("an event socket")

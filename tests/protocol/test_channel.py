@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -111,6 +112,31 @@ async def test_a_peer_that_is_not_there_is_named_with_its_address_and_the_time_w
     with pytest.raises(Unreachable, match=r"broker tcp://127.0.0.1:9 gave no answer to drain in 0 s"):
         await client.request(Drain(reason="r"), Ok, deadline_s=0.2)
     await client.close()
+
+
+async def test_a_client_that_is_closed_says_so():
+    client = Client("tcp://127.0.0.1:9", peer="broker")
+    await client.close()
+    with pytest.raises(Unreachable, match=r"broker tcp://127.0.0.1:9 is not asked any more: its client was closed"):
+        await client.request(Drain(reason="r"), Ok)
+
+
+async def test_a_client_that_is_closed_leaves_no_file_open():
+    async def handle(message):
+        return Ok()
+
+    def open_files():
+        return len(os.listdir("/proc/self/fd"))
+
+    async with serving(handle) as (server, _):
+        before = open_files()
+        for _ in range(20):
+            client = Client(server.address)
+            await client.request(Drain(reason="r"), Ok)
+            await client.close()
+        async with asyncio.timeout(30):  # ZeroMQ closes its own in a thread
+            while open_files() > before + 10:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_refusal_is_an_error_with_its_code_and_is_counted():

@@ -24,6 +24,10 @@ def tree(**changes: Any) -> dict[str, Any]:
     return smallest | changes
 
 
+def own_stage(name: str, signal: str = "s", **settings: Any) -> dict[str, Any]:
+    return {"name": name, "signals": [{"name": signal, "function": "length"}], **settings}
+
+
 def faults_of(**changes: Any) -> list[str]:
     with pytest.raises(ConfigError) as refused:
         parse_config(tree(**changes))
@@ -103,13 +107,35 @@ def test_the_path_of_a_fault_holds_keys_and_nothing_else() -> None:
         ),
         (
             {"cost": {"signals": [{"name": "exact", "function": "length"}]}},
-            "reward and cost both have a signal exact",
+            "reward, cost or stages share a signal exact",
         ),
+        ({"stages": [own_stage("critic")]}, "there is a stage critic already"),
+        ({"stages": [own_stage("a"), own_stage("a", signal="t")]}, "there is a stage a already"),
+        (
+            {"stages": [own_stage("a", after=["b"]), own_stage("b", signal="t")]},
+            "a is after b, which is no stage before",
+        ),
+        ({"stages": [own_stage("a", signal="exact")]}, "reward, cost or stages share a signal exact"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], words: str) -> None:
     (fault,) = faults_of(**changes)
     assert words in fault
+
+
+def test_stages_are_before_the_reward_unless_they_are_after_it() -> None:
+    stages = [
+        own_stage("late", "a", after=["reward"]),
+        own_stage("later", "b", after=["late"]),
+        own_stage("early", "c"),
+    ]
+    scoring = parse_config(tree(stages=stages)).scoring
+    assert {name: after for name, (_, after) in scoring.items()} == {
+        "reward": ["early"],
+        "late": ["reward"],
+        "later": ["late"],
+        "early": [],
+    }
 
 
 def test_evaluation_may_cut_the_distribution_and_is_greedy_by_default() -> None:

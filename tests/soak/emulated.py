@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,19 @@ def emulated_trainer(config: RunConfig, total_steps: int, checkpoint: Path | Non
             self.parameters = {"table": torch.full((vocabulary,), -math.log(vocabulary))}
             self._weights = torch.zeros(0)
 
+        @property
+        def shapes(self) -> dict[str, tuple[int, ...]]:
+            return {"table": tuple(self.parameters["table"].shape)}
+
         def logprobs(self, rows: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
             return self._weights[torch.from_numpy(rows.target)], torch.zeros(len(rows.target))
 
         def collect_gradients(self) -> None:
             master = self.parameters["table"]
             master.grad = self._weights.grad if master.grad is None else master.grad + self._weights.grad
+            self._weights.grad = None
+
+        def discard_gradients(self) -> None:
             self._weights.grad = None
 
         def write_snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -108,8 +115,9 @@ def emulated_trainer(config: RunConfig, total_steps: int, checkpoint: Path | Non
         def probe_tokens(self, length: int) -> list[int]:
             return list(range(length))
 
-        def save(self, folder: Path) -> None:
-            torch.save(self.parameters, folder / "table.pt")
+        def capture(self) -> Callable[[Path], None]:
+            table = self.parameters["table"].clone()
+            return lambda folder: torch.save({"table": table}, folder / "table.pt")
 
     if checkpoint is not None:
         raise DataError(f"an emulated run begins anew: {checkpoint} is not read")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,23 @@ def test_what_a_reward_model_needs_and_is_not_installed_is_told(
             check_run(parse_config(tree | {"reward": {"signals": signals}}))
 
 
+def test_whether_a_reward_server_can_be_reached_is_told(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there, gone = f"http://127.0.0.1:{server.getsockname()[1]}/score", "tcp://127.0.0.1:9"
+        monkeypatch.setenv("HERE", "word")
+        tree["reward"]["signals"] = [
+            {"name": "there", "server": there, "auth_env": "HERE"},
+            {"name": "gone", "server": gone},
+            {"name": "other", "server": there, "auth_env": "ELSEWHERE"},
+        ]
+        config = parse_config(tree)
+        told = dict(derived(config, check_run(config)))
+    assert told["server of there"] == f"{there} can be reached from here"
+    assert told["server of gone"] == f"{gone} cannot be reached from here: Connection refused"
+    assert told["token of there"] == "HERE is set"
+    assert told["token of other"] == "ELSEWHERE is not set here; the reward service needs it"
+
+
 def test_costs_that_the_algorithm_has_no_use_for_are_refused(tree: dict[str, Any]) -> None:
     tree["cost"] = {"signals": [{"name": "harm", "function": "length", "args": {"limit": 9}}]}
     with pytest.raises(ConfigError, match="GRPO has no use for `cost`"):
@@ -194,3 +212,16 @@ def test_a_model_of_a_role_that_is_not_there_is_told(tree: dict[str, Any], tmp_p
     with pytest.raises(ConfigError, match=r"critic\.model: there is no model folder") as raised:
         check_run(parse_config(tree))
     assert "reference.model: " in str(raised.value)
+
+
+def test_where_services_show_their_metrics_is_told(tree: dict[str, Any]) -> None:
+    config = parse_config(tree | {"metrics": {"port": 9500}})
+    values = dict(derived(config, check_run(config)))
+    assert values["metrics of broker"] == "http://127.0.0.1:9500/metrics"
+    assert values["metrics of learner"] == "http://127.0.0.1:9504/metrics"
+
+
+def test_wandb_that_is_not_installed_is_told(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"metrics\.wandb needs wandb.*'stretto\[wandb\]'"):
+        check_run(parse_config(tree | {"metrics": {"wandb": "my-project"}}))

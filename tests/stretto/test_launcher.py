@@ -216,3 +216,22 @@ def test_costs_are_scored_by_services_of_their_own(tmp_path: Path) -> None:
     assert launcher.instances(parse_config(tree)) == ["broker", "broadcaster", "rollout-0", "reward-0", "learner"]
     tree |= {"algorithm": "safe_rlhf", "cost": {"replicas": 2, "signals": [{"name": "harm", "function": "length"}]}}
     assert {"cost-0", "cost-1"} <= set(launcher.instances(parse_config(tree)))
+
+
+def test_services_show_metrics_at_ports_in_a_row_where_the_config_names_one(tmp_path: Path) -> None:
+    tree = config_of(tmp_path).model_dump()
+    assert launcher.metrics_address(parse_config(tree), "broker") == ""
+    config = parse_config(tree | {"metrics": {"port": 9500}})
+    addresses = [launcher.metrics_address(config, instance) for instance in launcher.instances(config)]
+    assert addresses == [f"127.0.0.1:{port}" for port in range(9500, 9505)]
+
+
+async def test_services_do_not_all_listen_where_the_environment_has_the_launcher_show_metrics(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_METRICS", "0.0.0.0:9500")  # as in the images
+    run = make()
+    await run.start()
+    environment = Path(f"/proc/{run.pids['learner']}/environ").read_bytes().split(b"\0")
+    await run.kill()
+    assert b"STRETTO_METRICS=" in environment

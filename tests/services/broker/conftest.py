@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shared.graph import Stage, learner_stage, reward_stage, rollout_stage
+from shared.graph import Stage, learner_stage, rollout_stage, scoring_stage
 from shared.group import Columns, ragged, ragged_text
 
-_MIDDLE = [rollout_stage(greedy=False), reward_stage(["exact"])]
+_MIDDLE = [rollout_stage(greedy=False), scoring_stage("reward", ["exact"])]
 STAGES = [*_MIDDLE, learner_stage(_MIDDLE)]
 
 

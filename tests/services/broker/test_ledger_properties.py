@@ -23,11 +23,11 @@ from services.broker.gate import Policy
 from services.broker.ledger import Entry, Ledger
 from services.broker.outcomes import Dead, Dropped, Evaluated, Replaced
 from shared.errors import ProtocolError
-from shared.graph import REFERENCE, learner_stage, reward_stage, rollout_stage
+from shared.graph import REFERENCE, learner_stage, rollout_stage, scoring_stage
 from shared.group import Prompt, ragged, ragged_text
 
 LEASE_S = 10.0
-MIDDLE = [rollout_stage(greedy=False), reward_stage(["exact"]), REFERENCE]
+MIDDLE = [rollout_stage(greedy=False), scoring_stage("reward", ["exact"]), REFERENCE]
 STAGES = [*MIDDLE, learner_stage(MIDDLE)]
 HOLDERS = {"rollout": 3, "reward": 2, "reference": 1, "learner": 1}
 

@@ -303,7 +303,7 @@ async def test_a_lease_asked_for_before_hello_waits_for_it(tmp_path, columns_of)
 
 
 async def test_who_is_not_heard_of_loses_its_leases(tmp_path, columns_of):
-    config = config_of(tmp_path, broker={"heartbeat_s": 0.1})
+    config = config_of(tmp_path, broker={"heartbeat_s": 0.5})
     async with running(config, tmp_path) as (_, client, _):
         rollout, *_ = await cast(client, columns_of)
         second = Played(client, "rollout", columns_of, "rollout-1")
@@ -320,6 +320,14 @@ async def test_who_is_not_heard_of_loses_its_leases(tmp_path, columns_of):
         found = []
         while lost.group_id not in found:
             found += [lease.group_id for lease, _ in await second.lease(1)]
+        broadcaster = Played(client, "broadcaster", columns_of)
+        await broadcaster.join()
+        assert "rollout-0" in (await broadcaster.beat()).gone
+        await rollout.join()
+        assert "rollout-0" not in (await broadcaster.beat()).gone
+        assert (await rollout.beat()).gone == []
+        await client.request(Leave(instance="rollout-0"), Ok)
+        await client.request(Leave(instance="broadcaster-0"), Ok)
         alive.cancel()
         status = (await client.request(StatusRequest(), Status))[0].status
         assert [member["instance"] for member in status["services"]] == ["rollout-1"]

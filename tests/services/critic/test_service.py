@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -75,8 +76,24 @@ async def test_a_critic_goes_back_to_what_it_saved_and_learns_the_same_again(ser
         again = await critic.handle(learn(2, lesson(3)))
         assert again == first and first.metrics["grad_norm"] > 0
         await critic.handle(Message(GoBack(version=0), {}))
-        (values,) = number_tokens(critic._trainer.values, [lesson(1)], 10_000)
+        (values,) = number_tokens(critic._trainer.values, [lesson(1)], critic._room)
         assert critic._trainer.version == 0 and not values.any()
+
+
+async def test_a_critic_learns_on_while_its_checkpoint_is_written_and_goes_back_to_it_once_it_is(serving):
+    async with serving() as critic:
+        await critic.handle(learn(1, lesson(1)))
+        may_write, write = threading.Event(), critic._checkpoints.write
+        critic._checkpoints.write = lambda captured: may_write.wait(100) and write(captured)
+        storing = asyncio.create_task(critic.handle(Message(Store(version=1, lineage=0), {})))
+        learning = asyncio.create_task(critic.handle(learn(2, lesson(3))))  # asked right behind, as the learner does
+        first = await learning
+        assert not storing.done()
+        going_back = asyncio.create_task(critic.handle(Message(GoBack(version=1), {})))
+        may_write.set()
+        assert isinstance(await storing, Ok) and isinstance(await going_back, Ok)
+        assert critic._trainer.version == 1
+        assert await critic.handle(learn(2, lesson(3))) == first
 
 
 async def test_what_does_not_continue_the_version_is_refused(serving):

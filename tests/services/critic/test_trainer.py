@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 from services.compute.checkpoint import Checkpoints, restore
 from services.compute.hf import HFCritic
 from services.compute.inference import number_tokens
+from services.compute.memory import Room
 from services.critic.trainer import CriticTrainer
 from shared.config import Checkpoint, Critic
 from shared.errors import StrettoError
@@ -21,7 +22,9 @@ from ..conftest import make_config, make_group
 
 def new_critic(model, **changes) -> CriticTrainer:
     settings = Critic(**({"dtype": "float32", "lr": 1e-2} | changes))
-    return CriticTrainer(make_config(), settings, HFCritic.load(str(model), settings), total_steps=20)
+    return CriticTrainer(
+        make_config(), settings, HFCritic.load(str(model), settings), Room("critic", settings), total_steps=20
+    )
 
 
 def lesson(seed: int, returns: float | None = None) -> dict:
@@ -35,7 +38,7 @@ def lesson(seed: int, returns: float | None = None) -> dict:
 
 
 def values(critic: CriticTrainer, *lessons: dict, budget: int = 10_000) -> list[np.ndarray]:
-    return number_tokens(critic.values, lessons, budget)
+    return number_tokens(critic.values, lessons, Room("critic", Critic(tokens_per_micro_batch=budget)))
 
 
 def test_a_new_head_values_every_state_at_0_and_learns(tiny_model):

@@ -36,7 +36,7 @@ def main() -> None:
     for seed in seeds:
         groups = [make_group(10 * seed + i) for i in range(3)]
         steps.append(trainer.step(groups))
-        weights = {name: torch.empty(p.shape) for name, p in trainer.backend.parameters.items()}
+        weights = {name: torch.empty(shape) for name, shape in trainer.backend.shapes.items()}
         trainer.backend.write_snapshot(weights)
         trainer.backend.use_snapshot(None)
         scores = trainer.backend.score(list(range(20)))

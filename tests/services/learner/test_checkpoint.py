@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.compute.checkpoint import Checkpoints, restore
+from services.compute.checkpoint import Checkpoints, capture, restore
 from services.compute.hf import HFBackend
 from services.learner.trainer import Trainer
 from shared.algorithms.grpo import GRPO
@@ -43,6 +43,24 @@ def test_training_goes_on_bit_by_bit_from_a_checkpoint(new_trainer, tmp_path):
     steps(second, range(3, 6))
     for name, parameter in whole.backend.parameters.items():
         assert torch.equal(parameter, second.backend.parameters[name]), name
+
+
+def test_a_checkpoint_holds_what_was_there_when_it_was_copied_however_long_writing_takes(new_trainer, tmp_path):
+    trainer = new_trainer(learner={"dtype": "bfloat16", "lr": 1e-3})
+    steps(trainer, range(2))
+    before = {name: p.detach().clone() for name, p in trainer.backend.parameters.items()}
+    moments = {n: trainer.optimizer.adamw.state[p]["exp_avg_sq"].clone() for n, p in trainer.backend.parameters.items()}
+    captured, rng = capture(trainer, lineage=1), torch.get_rng_state()
+    steps(trainer, range(2, 4))
+    torch.rand(3)
+    folder = Checkpoints(tmp_path, Checkpoint()).write(captured)
+    again = loaded(folder, learner={"dtype": "bfloat16", "lr": 1e-3})
+    restore(folder, again)
+    assert (folder.name, again.version, again.optimizer.steps) == ("checkpoint-2", 2, 2)
+    assert torch.equal(torch.get_rng_state(), rng)
+    for name, parameter in again.backend.parameters.items():
+        assert torch.equal(parameter, before[name]), name
+        assert torch.equal(again.optimizer.adamw.state[parameter]["exp_avg_sq"], moments[name]), name
 
 
 def test_a_checkpoint_is_a_hugging_face_folder(new_trainer, tmp_path):

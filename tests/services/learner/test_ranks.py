@@ -61,6 +61,15 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_three(tiny_model, t
         torch.testing.assert_close(one["weights"][name], weight, atol=2e-5, rtol=1e-4)
 
 
+def test_ranks_share_a_frozen_model_with_an_adapter(tiny_model, tmp_path):
+    learner = {"dtype": "float32", "lr": 1e-2, "tokens_per_micro_batch": 40, "lora": {"rank": 3}}
+    one, two = (train(n, tiny_model, tmp_path / str(n), learner=learner, seeds=[1, 2]) for n in (1, 2))
+    agree(one, two)
+    assert one["steps"][1]["grad_norm"] > 0
+    then = {"learner": learner | {"dtype": "bfloat16"}, "seeds": [3], "checkpoint": two["checkpoint"]}
+    assert train(2, tiny_model, tmp_path / "then", **then)["version"] == 3
+
+
 def test_work_is_shared_out_evenly_and_every_part_has_one_length():
     work, weight = list("abcdefg"), [9, 1, 1, 5, 4, 3, 1]
     parts = [Crew(rank, 3).share(work, weight) for rank in range(3)]

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from services.reward.score import Scorer
-from services.reward.signals import Stage
-from shared.config import Reward, Signal
+from shared.config import OwnStage, Reward, Signal
 from shared.group import FinishReason, Prompt, TrajectoryGroup, ragged, ragged_text
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
@@ -56,8 +55,12 @@ async def start_scorer() -> AsyncIterator[StartScorer]:
     """Starts scorers of some signals and ends them after the test."""
     async with AsyncExitStack() as stack:
 
-        async def start(*signals: Signal, stage: Stage = "reward", **settings: Any) -> Scorer:
-            scorer = Scorer(Reward(signals=signals, **settings), stage)
+        async def start(*signals: Signal, stage: str = "reward", **settings: Any) -> Scorer:
+            is_own = stage not in ("reward", "cost")
+            section = (
+                OwnStage(name=stage, signals=signals, **settings) if is_own else Reward(signals=signals, **settings)
+            )
+            scorer = Scorer(section, stage)
             stack.push_async_callback(scorer.close)
             await scorer.start()
             return scorer

@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 
 
+def doubled(safety: float, reward: float = 1.0) -> float:
+    return 2 * safety * reward
+
+
 def obey(completion: str) -> Any:
     match completion:
         case "hang":

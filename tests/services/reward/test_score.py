@@ -20,7 +20,7 @@ from services.reward.score import ASYNC_AT_ONCE, Scorer, combine
 from services.reward.signals import abstain, invalid, ok
 from shared.config import Signal
 from shared.errors import StrettoError
-from shared.graph import cost_stage, reward_stage
+from shared.graph import scoring_stage
 from shared.group import Columns, RewardStatus, TrajectoryGroup, split_ragged
 
 MakeSignal = Callable[..., Signal]
@@ -58,7 +58,7 @@ async def test_a_group_gets_the_columns_of_the_reward_stage(
         signal("builtin exact_match", name="exact"), signal("obey_later", name="style", weight=0.5)
     )
     columns = await scorer.score(group("4", "none", "-2", "nan", answer="4"))
-    assert set(columns) == reward_stage(["exact", "style"]).provides
+    assert set(columns) == scoring_stage("reward", ["exact", "style"]).provides
     assert columns["rewards"].tolist() == [3.0, 0.0, -1.0, 0.0]
     assert columns["reward_status"].tolist() == [OK, OK, OK, INVALID]
     assert columns["signal_status/style"].tolist() == [OK, ABSTAIN, OK, INVALID]
@@ -82,11 +82,41 @@ async def test_a_group_gets_the_columns_of_the_cost_stage(
 ) -> None:
     scorer = await start_scorer(signal("obey_later", name="harm", weight=2.0), stage="cost")
     columns = await scorer.score(group("1", "nan"))
-    assert set(columns) == cost_stage(["harm"]).provides
+    assert set(columns) == scoring_stage("cost", ["harm"]).provides
     assert columns["costs"].tolist() == [2.0, 0.0]
     assert columns["cost_status"].tolist() == [OK, INVALID]
     with pytest.raises(StrettoError, match="no sample has a valid cost"):
         await scorer.score(group("nan"))
+
+
+async def test_what_a_stage_leaves_out_is_not_scored_later_and_what_it_says_is_an_argument(
+    start_scorer: StartScorer, signal: MakeSignal, group: MakeGroup
+) -> None:
+    safety = await start_scorer(signal("obey_later", name="safe", weight=0.5), stage="safety", at_least=1.0)
+    scored = group("1", "2", "nan", "6")
+    scored.columns |= await safety.score(scored)
+    assert set(scored.columns) >= scoring_stage("safety", ["safe"]).provides
+    assert scored.columns["stage/safety"].tolist() == [0, 1, 0, 3]
+    assert scored.columns["stage_status/safety"].tolist() == [INVALID, OK, INVALID, OK]
+    reward = await start_scorer(signal("doubled"), attempts=1)
+    scored.columns |= (columns := await reward.score(scored))
+    assert columns["rewards"].tolist() == [0, 2, 0, 6]
+    assert columns["reward_status"].tolist() == [INVALID, OK, INVALID, OK]
+    assert reasons_of(columns) == ["left out by the stage safety", "", "left out by the stage safety", ""]
+    late = await start_scorer(signal("doubled", name="t"), stage="late", attempts=1)
+    assert (await late.score(scored))["stage/late"].tolist() == [0, 4, 0, 36]
+
+
+async def test_a_group_that_a_stage_leaves_out_whole_is_no_failure(
+    start_scorer: StartScorer, signal: MakeSignal, group: MakeGroup
+) -> None:
+    safety = await start_scorer(signal("obey_later"), stage="safety", at_least=9.0)
+    scored = group("1", "2")
+    scored.columns |= await safety.score(scored)
+    reward = await start_scorer(signal("obey_later"))
+    assert (await reward.score(scored))["reward_status"].tolist() == [INVALID, INVALID]
+    with pytest.raises(StrettoError, match="no sample has a valid safety; 1 of 1: s returned nan"):
+        await safety.score(group("nan"))
 
 
 async def test_a_signal_is_clipped_before_its_weight(

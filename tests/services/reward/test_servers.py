@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import socket
+import ssl
 import subprocess
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 from aiohttp import web
 
-from protocol.channel import Client
-from protocol.messages import ScoreRequest, Scores
+from protocol.keys import new_keys
 from services.reward.servers import OPEN_AFTER
 from shared.config import Signal
-from shared.errors import StrettoError
+from shared.errors import ConfigError, StrettoError
 
 ROOT = Path(__file__).parents[3]
 SDK = "import sys; from stretto.reward import serve\ndef score(completion, **_): return float(completion)\n"
@@ -42,89 +41,6 @@ async def test_a_server_in_a_process_of_its_own_scores_and_may_be_started_again(
                 process.kill()
         assert columns["rewards"].tolist() == [1, 0, -2]
         assert columns["reward_status"].tolist() == [0, 2, 0]
-
-
-SAYS = {
-    "1.5": 1.5,
-    "True": 1.0,
-    "None": None,
-    "'3'": "returned str: expected a number or None",
-    "10**400": "returned int: int too large to convert to float",
-    "{'invalid': 3}": "returned dict: float() argument must be",
-    "1 / 0": "ZeroDivisionError: division by zero",
-    "fail('\\ud800')": "ValueError: \\ud800",
-    "wait(2.0)": 2.0,
-}
-"""What a function does, and how its server answers."""
-DOES = """
-import asyncio, sys
-from stretto.reward import serve
-
-async def wait(value):
-    await asyncio.sleep(0)
-    return value
-
-def fail(text):
-    raise ValueError(text)
-
-def score(does):
-    return eval(does)
-
-def scores(samples):
-    does = samples[0].pop("batch", None)
-    return eval(does) if does else [eval(sample["does"]) for sample in samples]
-
-serve(scores if sys.argv[2:] else score, sys.argv[1], batch=bool(sys.argv[2:]))
-"""
-
-
-@asynccontextmanager
-async def asked(*arguments):
-    """Asks one server process, which is still there in the end."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    client = Client(address, peer="reward server")
-    with subprocess.Popen([sys.executable, "-c", DOES, address, *arguments]) as process:
-
-        async def ask(samples):
-            return (await client.request(ScoreRequest(samples=samples), Scores, deadline_s=20))[0].scores
-
-        try:
-            yield ask
-            assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0
-        finally:
-            process.kill()
-            await client.close()
-
-
-def is_said(found, expected):
-    return expected in found["invalid"] if isinstance(expected, str) else found == expected
-
-
-async def test_whatever_a_function_does_its_server_answers():
-    async with asked() as ask:
-        found = await ask([{"does": does} for does in SAYS])
-        assert [s for s, e in zip(found, SAYS.values(), strict=True) if not is_said(s, e)] == []
-        assert "got an unexpected keyword argument" in (await ask([{"does": "1", "other": 2}]))[0]["invalid"]
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        ("[1, None]", [1, None]),
-        ("wait([1, 2])", [1, 2]),
-        ("[10**400, 1]", ["returned int", 1]),
-        ("[1]", ["ValueError: returned 1 scores for 2 samples"] * 2),
-        ("3", ["TypeError: 'int' object is not iterable"] * 2),
-        ("None", ["TypeError: 'NoneType' object is not iterable"] * 2),
-        ("fail('no')", ["ValueError: no"] * 2),
-    ],
-)
-async def test_whatever_a_batch_function_does_its_server_answers(batch, expected):
-    async with asked("batch") as ask:
-        found = await ask([{"batch": batch}, {}])
-        assert [s for s, e in zip(found, expected, strict=True) if not is_said(s, e)] == []
 
 
 async def test_a_reason_that_utf8_cannot_carry_is_escaped(start_scorer, group, http):
@@ -156,6 +72,8 @@ FAULTS = {
 
 @pytest.fixture
 async def http():
+    asked = []
+
     async def handle(request):
         kind = request.match_info["kind"]
         sent = await request.json()
@@ -166,6 +84,9 @@ async def http():
             return web.json_response({"scores": [float(s["completion"]) for s in sent["samples"]]})
         if kind == "openrlhf":
             return web.json_response({"rewards": [len(label) for label in sent["labels"]]})
+        if kind == "twice-busy":
+            asked.append(kind)
+            return web.Response(status=503 if len(asked) < 3 else 200, text='{"scores": [1, 1]}')
         if kind == "surrogate":
             return web.Response(text=r'{"scores": [{"invalid": "\ud800"}, 1]}')
         return FAULTS[kind][0]()
@@ -189,6 +110,74 @@ async def test_an_http_server_scores(start_scorer, group, http, monkeypatch):
 async def test_a_server_made_for_openrlhf_scores(start_scorer, group, http):
     scorer = await start_scorer(Signal(name="mine", server=f"{http}/openrlhf", format="openrlhf"))
     assert (await scorer.score(group("1", "2", answer="abc")))["rewards"].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(("attempts", "is_scored"), [(2, False), (3, True)])
+async def test_a_server_is_asked_as_often_as_the_config_says(start_scorer, group, http, attempts, is_scored):
+    scorer = await start_scorer(Signal(name="mine", server=f"{http}/twice-busy"), attempts=attempts)
+    if is_scored:
+        assert (await scorer.score(group("1", "2")))["rewards"].tolist() == [1, 1]
+    else:
+        with pytest.raises(StrettoError, match="status 503"):
+            await scorer.score(group("1", "2"))
+
+
+async def test_a_token_is_in_no_error(start_scorer, group, http, monkeypatch):
+    monkeypatch.setenv("TOKEN", "secret-word")
+    for fault in FAULTS:
+        mine = Signal(name="mine", server=f"{http}/{fault}", auth_env="TOKEN")
+        scorer = await start_scorer(mine, timeout_s=0.5, attempts=1)
+        with structlog.testing.capture_logs() as logs, pytest.raises(StrettoError) as failed:
+            await scorer.score(group("1", "2"))
+        assert "secret-word" not in f"{failed.value} {logs}"
+
+
+async def test_a_token_that_is_not_there_is_named(start_scorer, monkeypatch):
+    monkeypatch.delenv("TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="signal mine: the environment variable TOKEN is not set"):
+        await start_scorer(Signal(name="mine", server="http://127.0.0.1:9/", auth_env="TOKEN"))
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "http"])
+async def test_a_server_that_is_not_there_is_named(start_scorer, group, scheme):
+    address = f"{scheme}://127.0.0.1:{free_port()}"
+    scorer = await start_scorer(Signal(name="mine", server=address), timeout_s=0.5, attempts=1)
+    with pytest.raises(StrettoError, match=f"mine: reward server {address} (gave no answer|failed)"):
+        await scorer.score(group("1"))
+
+
+async def test_a_certificate_that_nobody_signed_is_refused(start_scorer, group, tmp_path):
+    made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    files = [str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")]
+    subprocess.run(["openssl", *made, "-keyout", files[0], "-out", files[1]], check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files[1], files[0])
+    asked = []
+    server = await asyncio.start_server(lambda reader, writer: asked.append(reader), "127.0.0.1", 0, ssl=context)
+    address = f"https://localhost:{server.sockets[0].getsockname()[1]}/"
+    scorer = await start_scorer(Signal(name="mine", server=address), attempts=1, timeout_s=5)
+    with pytest.raises(StrettoError, match=f"reward server {address} failed: ClientConnectorCertificateError"):
+        await scorer.score(group("1"))
+    server.close()
+    assert asked == []
+
+
+async def test_with_keys_only_those_that_a_server_trusts_are_answered(start_scorer, group, tmp_path, monkeypatch):
+    """The server's process and this one share the keys of one deployment; the stranger has its own."""
+    for name in ("ours", "stranger"):
+        new_keys(tmp_path / name)
+    monkeypatch.setenv("STRETTO_KEYS", str(tmp_path / "ours"))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with subprocess.Popen([sys.executable, "-c", SDK, address]) as process:
+        try:
+            scorer = await start_scorer(Signal(name="mine", server=address))
+            assert (await scorer.score(group("1")))["rewards"].tolist() == [1]
+            monkeypatch.setenv("STRETTO_KEYS", str(tmp_path / "stranger"))
+            stranger = await start_scorer(Signal(name="mine", server=address), timeout_s=1, attempts=1)
+            with pytest.raises(StrettoError, match="gave no answer in 1 s"):
+                await stranger.score(group("1"))
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("fault", FAULTS)

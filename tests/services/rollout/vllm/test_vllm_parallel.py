@@ -7,7 +7,7 @@ import pytest
 
 from .conftest import end_pair, make_pair, swap_while_it_speaks
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
 TEXT = list(b"Weights flow one way: from the learner to the rollouts.")
 
