@@ -47,7 +47,8 @@ ASYNC_REQUESTS = 64
 class Result:
     """What a run came to.
 
-    metrics: of the last step; evaluations: the oldest first; checkpoint: the latest, a Hugging Face folder, or None.
+    checkpoint: the latest, a Hugging Face folder (with LoRA one of peft), or None; metrics: of the last step;
+    evaluations: the oldest first.
     """
 
     folder: Path
@@ -128,7 +129,7 @@ class Trainer:
         """Every value that follows from the arguments, after a check of all that they name. Raises ConfigError."""
         self._require_ready()
         config, facts = self._checked(self._inputs(), dict.fromkeys(self._functions, LOOPBACK))
-        return dict(derived(config, facts))
+        return dict(derived(config, facts)) | {f"server of {name}": "this process" for name in self._functions}
 
     def train(self, *, resume: bool = False, progress: bool = True) -> Result:
         """Run to the end, and tell what came of it.
@@ -205,6 +206,10 @@ class Trainer:
         with self, tempfile.TemporaryDirectory() as folder:
             config = self._hosted(self._inputs())
             if (checkpoint := self._checkpoint()) is not None:
+                if config.learner.lora is not None:
+                    from services.compute.lora import merge
+
+                    merge(checkpoint, checkpoint := Path(folder) / "merged")
                 config = config.model_copy(update={"model": str(checkpoint)})
             return self._loops[0].call(first_evaluation(LocalRun(config, Path(folder))))
 

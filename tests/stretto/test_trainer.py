@@ -245,7 +245,8 @@ def test_what_is_no_prompt_is_refused_with_its_row(tiny_model):
 
 def test_a_check_tells_what_follows_and_finds_a_function_that_asks_for_what_no_row_has(tiny_model):
     given = {"actor_model": str(tiny_model), "data_provider": ["1+1"] * 4}
-    assert Trainer(SMALL, **given, reward_model=digits).check()["samples per step"] == "8 (4 a prompt)"
+    values = Trainer(SMALL, **given, reward_model=digits).check()
+    assert (values["samples per step"], values["server of digits"]) == ("8 (4 a prompt)", "this process")
     with pytest.raises(ConfigError, match="needs 'answer', which neither its args nor the rows give"):
         Trainer(SMALL, **given, reward_model=lambda completion, answer: 0.0).check()
     with pytest.raises(ConfigError, match="there is no model folder /nowhere"):
