@@ -103,14 +103,14 @@ def _by_config_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name in SHORT_KEYS and _get(tree, key) is not None:
             raise ConfigError(f"{name} and {key} are one setting: give it once")
         if key.endswith(".signals"):
-            value = _read_signals(value, name)
+            value = read_signals(value, name)
         elif key == "algorithm" and isinstance(value, str):
             value = {"name": value}
         _put(tree, key, value if name in SHORT_KEYS else _merged({}, value))
     return tree
 
 
-def _read_signals(value: Any, argument: str) -> list[dict[str, Any]]:
+def read_signals(value: Any, argument: str) -> list[dict[str, Any]]:
     """The signals of a source, of a list of sources or of a map of them by name; (source, weight) is one, too."""
     if isinstance(value, Mapping) and not {"function", "model", "server"} & value.keys():
         return [_signal(source, argument) | {"name": name} for name, source in value.items()]
