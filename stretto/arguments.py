@@ -98,7 +98,7 @@ def _by_config_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known, n=1) or known
             raise ConfigError(f"{name}: unknown argument; did you mean {' or '.join(near)}?")
         key = SHORT_KEYS.get(name, name)
-        if value is None or value == "":
+        if value is None or (isinstance(value, str) and not value):
             continue
         if name in SHORT_KEYS and _get(tree, key) is not None:
             raise ConfigError(f"{name} and {key} are one setting: give it once")

@@ -102,6 +102,12 @@ class LiveView:
         self._events.append(sentence)
 
 
+def console_here(*, quiet: bool = False) -> Console:
+    """A console for plain lines in a notebook too, which says that it is a terminal."""
+    is_notebook = Console().is_jupyter
+    return Console(quiet=quiet, force_jupyter=False, force_terminal=False if is_notebook else None)
+
+
 def step_line(record: dict[str, Any], status: dict[str, Any]) -> str:
     """One step in one line."""
     parts = [

@@ -14,20 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from rich.console import Console
-
 from services.reward.signals import Function
 from shared.algorithms import load_algorithm
 from shared.config import RunConfig
 from shared.cores import available_cores, plan_cores, plan_gpus
-from shared.errors import ConfigError, RunStopped, StrettoError
+from shared.errors import ConfigError, RunStopped, StrettoError, Unreachable
 from stretto.arguments import SHORT_KEYS, Source, read_arguments
 from stretto.background import LOOPBACK, Background, host
 from stretto.check import Facts, check_run, derived, signals_of
 from stretto.devices import ResourcePool
 from stretto.inputs import write_inputs
 from stretto.launcher import LocalRun, instances
-from stretto.live import LiveView, PlainView
+from stretto.live import LiveView, PlainView, console_here
 from stretto.models import MODELS, pull, resolve
 from stretto.report import make_report, show_report
 from stretto.train import (
@@ -39,6 +37,8 @@ from stretto.train import (
     sigterm_as_ctrl_c,
 )
 
+INPUTS = "inputs"
+"""The folder, below the run folder, of what was in memory."""
 RUN_CLOSE_S, FUNCTIONS_CLOSE_S = 60.0, 5.0
 ASYNC_REQUESTS = 64
 
@@ -47,7 +47,8 @@ ASYNC_REQUESTS = 64
 class Result:
     """What a run came to.
 
-    metrics: of the last step; evaluations: the oldest first; checkpoint: the latest, a Hugging Face folder, or None.
+    checkpoint: the latest, a Hugging Face folder (with LoRA one of peft), or None; metrics: of the last step;
+    evaluations: the oldest first.
     """
 
     folder: Path
@@ -90,7 +91,7 @@ class Trainer:
         """
         own = {name: value for name, value in locals().items() if name in (*SHORT_KEYS, "tokenizer", "device_map")}
         self._arguments = read_arguments(config, settings | own, self.preset)
-        self.config = self._arguments.config(Path(), {})
+        self.config = self._arguments.config(Path(INPUTS), {})
         load_algorithm(self.config.algorithm).check(self.config)
         functions = self._arguments.functions
         self._functions = {
@@ -111,9 +112,8 @@ class Trainer:
         config, names = self.config, instances(self.config)
         cores, gpus = plan_cores(config.cores, names, available_cores()), plan_gpus(config.gpus, names)
         length = f"{config.steps} steps" if config.epochs is None else f"{config.epochs} epochs"
-        lines = [("run", f"{length} of {config.prompts_per_step} × {config.samples_per_prompt} samples")]
-        lines.append(("algorithm", config.algorithm.name))
-        lines.append(("model", config.model))
+        length = f"{length} of {config.prompts_per_step} × {config.samples_per_prompt} samples"
+        lines = [("run", length), ("algorithm", config.algorithm.name), ("model", config.model)]
         lines += [(f"signal {s.name}", s.function or s.model or s.server or "") for s in signals_of(config)]
         for name in names:
             where = f"cores {', '.join(map(str, cores[name]))}"
@@ -129,7 +129,7 @@ class Trainer:
         """Every value that follows from the arguments, after a check of all that they name. Raises ConfigError."""
         self._require_ready()
         config, facts = self._checked(self._inputs(), dict.fromkeys(self._functions, LOOPBACK))
-        return dict(derived(config, facts))
+        return dict(derived(config, facts)) | {f"server of {name}": "this process" for name in self._functions}
 
     def train(self, *, resume: bool = False, progress: bool = True) -> Result:
         """Run to the end, and tell what came of it.
@@ -148,7 +148,7 @@ class Trainer:
                     self.stop()
                 raise
         if progress and result.metrics:
-            show_report(Console(force_jupyter=False), make_report(result.folder))
+            show_report(console_here(), make_report(result.folder))
         return result
 
     def start(self, *, resume: bool = False, progress: bool = True) -> Self:
@@ -156,9 +156,9 @@ class Trainer:
         self._require_ready()
         folder = (resumed_run_folder if resume else new_run_folder)(self.config, self._folder)
         if not resume and self._arguments.objects:
-            shutil.copytree(self._inputs(), folder / "inputs", dirs_exist_ok=True)
-        config = self._hosted(folder / "inputs")
-        console = Console(quiet=not progress, force_jupyter=False)
+            shutil.copytree(self._inputs(), folder / INPUTS, dirs_exist_ok=True)
+        config = self._hosted(folder / INPUTS)
+        console = console_here(quiet=not progress)
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
         self._view = LiveView(console) if console.is_terminal else PlainView(console)
         self._run = LocalRun(config, folder, on_event=self._view.event)
@@ -178,11 +178,14 @@ class Trainer:
         return Result(self._run.folder, self._checkpoint(), *found)
 
     def status(self) -> dict[str, Any]:
-        """How the run stands, as `stretto status --json` tells. Raises Unreachable where its broker does not answer."""
+        """How the run stands, as `stretto status --json` tells; the `state` alone where there is no broker to ask."""
         if self._run is None:
             return {"state": "not started"}
         if not self._ended.done():
-            return self._loops[0].call(self._run.status())
+            try:
+                return self._loops[0].call(self._run.status())
+            except Unreachable:
+                return {"state": "starting"}
         final = self._run.folder / "status.json"
         return dict(json.loads(final.read_text())) if final.is_file() else {"state": "failed"}
 
@@ -203,6 +206,10 @@ class Trainer:
         with self, tempfile.TemporaryDirectory() as folder:
             config = self._hosted(self._inputs())
             if (checkpoint := self._checkpoint()) is not None:
+                if config.learner.lora is not None:
+                    from services.compute.lora import merge
+
+                    merge(checkpoint, checkpoint := Path(folder) / "merged")
                 config = config.model_copy(update={"model": str(checkpoint)})
             return self._loops[0].call(first_evaluation(LocalRun(config, Path(folder))))
 

@@ -75,7 +75,7 @@ def test_importing_stretto_is_quick_and_light():
 
 
 @pytest.mark.parametrize(
-    "service", ["services.broker.server", "services.broadcaster.service", "services.reward.service"]
+    "service", ["services.broker.server", "services.broadcaster.service", "services.reward.service", "stretto.trainer"]
 )
 def test_services_without_a_model_start_without_torch(service):
     script = f"import sys, {service}; print('torch' in sys.modules)"

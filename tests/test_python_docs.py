@@ -54,6 +54,7 @@ def test_the_example_is_that_of_the_pages_and_short():
         assert f"```python\n{source}```" in (ROOT / page).read_text()
 
 
+@pytest.mark.timeout(600)
 def test_the_example_trains(here, monkeypatch):
     """The file as it is, with the tiny model and one step."""
     import runpy

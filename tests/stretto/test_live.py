@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import io
+import sys
 from typing import Any
 
 from rich.console import Console
 
-from stretto.live import PlainView, draw, duration
+from stretto.live import PlainView, console_here, draw, duration
 
 METRICS = {
     "reward/generated": 0.25,
@@ -114,3 +116,16 @@ def test_before_the_first_step_nothing_is_made_up() -> None:
 
 def test_durations_are_said_as_a_person_says_them() -> None:
     assert [duration(s) for s in (None, 59.4, 61, 7260)] == ["-", "59 s", "1 min 01 s", "2 h 01 min"]
+
+
+def test_a_notebook_is_no_terminal_though_its_output_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert console_here().is_terminal
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    console = console_here()
+    console.print("step 1/2", style="bold")
+    assert not console.is_terminal
+    assert sys.stdout.getvalue() == "step 1/2\n"

@@ -245,7 +245,8 @@ def test_what_is_no_prompt_is_refused_with_its_row(tiny_model):
 
 def test_a_check_tells_what_follows_and_finds_a_function_that_asks_for_what_no_row_has(tiny_model):
     given = {"actor_model": str(tiny_model), "data_provider": ["1+1"] * 4}
-    assert Trainer(SMALL, **given, reward_model=digits).check()["samples per step"] == "8 (4 a prompt)"
+    values = Trainer(SMALL, **given, reward_model=digits).check()
+    assert (values["samples per step"], values["server of digits"]) == ("8 (4 a prompt)", "this process")
     with pytest.raises(ConfigError, match="needs 'answer', which neither its args nor the rows give"):
         Trainer(SMALL, **given, reward_model=lambda completion, answer: 0.0).check()
     with pytest.raises(ConfigError, match="there is no model folder /nowhere"):
@@ -257,7 +258,9 @@ def test_a_model_in_memory_is_written_with_its_tokenizer(tiny_model):
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
     given = {"actor_model": model, "data_provider": ["1"] * 4, "reward_model": digits}
-    assert Trainer(SMALL, **given, tokenizer=tokenizer).check()["parameters"] == "0.1 M"
+    trainer = Trainer(SMALL, **given, tokenizer=tokenizer)
+    assert dict(trainer.plan())["model"] == "inputs/model"
+    assert trainer.check()["parameters"] == "0.1 M"
     with pytest.raises(ConfigError, match="has no tokenizer"):
         Trainer(SMALL, **given)
     with pytest.raises(ConfigError, match="reward_model is a LlamaForCausalLM"):
@@ -343,6 +346,7 @@ def test_the_public_names_are_there_and_no_others():
         stretto.Trayner  # noqa: B018
 
 
+@pytest.mark.timeout(600)
 async def test_a_closure_trains_on_a_generator_below_a_loop_that_runs_and_with_keys(folder, tiny_model, monkeypatch):
     monkeypatch.setenv("STRETTO_KEYS", str(folder / "keys"))
     new_keys(folder / "keys")
@@ -406,6 +410,7 @@ def await_line(process: subprocess.Popen[str], start: str) -> None:
     raise AssertionError(f"no line starts with {start!r}; stderr: {process.communicate()[1]}")
 
 
+@pytest.mark.timeout(600)
 def test_ctrl_c_in_a_script_saves_leaves_no_process_and_the_run_goes_on_with_the_same_prompts(folder, tiny_model):
     script = folder / "script.py"
     script.write_text(SCRIPT % (SMALL | {"steps": 1000, "folder": str(folder / "runs")}))
