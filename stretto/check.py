@@ -66,6 +66,7 @@ def check_run(config: RunConfig) -> Facts:
     model = attempt(_model, config)
     if config.rollout.engine == "vllm":
         attempt(check_vllm, config.rollout)
+    attempt(_check_lora, config)
     prompt = first_prompts(train, 1)[0] if train is not None else None
     sizes: dict[str, int | None] = {}
     for signal in _signals(config):
@@ -128,6 +129,11 @@ def _data(config: RunConfig, source: str, split: str) -> Dataset:
 
 def _signals(config: RunConfig) -> list[Signal]:
     return [*config.reward.signals, *(config.cost.signals if config.cost is not None else ())]
+
+
+def _check_lora(config: RunConfig) -> None:
+    if config.learner.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError("learner.lora needs peft, which is not installed: pip install 'stretto[lora]'")
 
 
 def _reward_model(signal: Signal) -> int | None:

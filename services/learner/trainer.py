@@ -18,7 +18,7 @@ from services.compute.hf import HFBackend
 from services.compute.lora import ADAPTER_FILE
 from services.compute.memory import Room
 from services.compute.optimizer import Optimizer
-from services.compute.packing import GroupBatch, PackedRows, Row, micro_batches, pack, unpack
+from services.compute.packing import GroupBatch, PackedRows, Row, in_batches, micro_batches, pack, rows_of, unpack
 from services.learner.batch import Part, StepBatch, step_batch
 from services.learner.crew import Crew
 from shared.algorithms import Algorithm, load_algorithm
@@ -84,6 +84,7 @@ class Trainer:
             with self._room.during("the optimizer's step"):
                 norms.append(float(self.optimizer.step()))
             seconds["time/optimizer_s"] += time.perf_counter() - before
+        computed, positions = (float(sums.pop(name, 0.0)) for name in (_COMPUTED, _POSITIONS))
         metrics = batch.metrics | _means(sums) | {"lr": self.optimizer.lr}
         metrics["loss"] /= max(len(parts), 1)
         if norms:
@@ -92,7 +93,9 @@ class Trainer:
         self.state = self._algorithm.after_step(batch.state, metrics)
         self.optimizer.advance()
         self.version += 1
-        metrics |= seconds | {"time/step_s": time.perf_counter() - started}
+        step_s = time.perf_counter() - started
+        metrics |= seconds | {"time/step_s": step_s, "perf/tokens_per_s": computed / step_s}
+        metrics["perf/padding"] = 1.0 - computed / max(positions, 1.0) if computed else 0.0
         metrics["memory/halved"] = float(self._room.halved - halved)
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
             names = ", ".join(group.group_id for group in batch.groups)
@@ -103,9 +106,18 @@ class Trainer:
         return metrics
 
     def _rows(self, groups: list[GroupBatch]) -> list[list[Row] | None]:
-        """This rank's micro-batches; None: one that it has no rows for, while other ranks have."""
-        batches = micro_batches(groups, self._room.max_tokens)
-        return self._crew.share(batches, [sum(row.length for row in rows) for rows in batches])
+        """This rank's micro-batches, of like many tokens as those of the others; None: others have one more."""
+        parts = [in_batches(part, self._room.max_tokens) for part in self._shares(groups)]
+        own, longest = parts[self._crew.rank], max(map(len, parts))
+        return [*own, *[None] * (longest - len(own))]
+
+    def _shares(self, groups: list[GroupBatch]) -> list[list[Row]]:
+        """The rows of all ranks. No row is longer than what one of them has on average, or some could have none."""
+        max_tokens, ranks = self._room.max_tokens, self._crew.size
+        rows = rows_of(groups, max_tokens)
+        if ranks > 1:
+            rows = rows_of(groups, min(max_tokens, sum(row.length for row in rows) // ranks))
+        return self._crew.share(rows, [row.length for row in rows])
 
     def _idle(self) -> None:
         """Take part in a micro-batch of the other ranks, with nothing of one's own."""
@@ -138,8 +150,14 @@ class Trainer:
 
         fresh_lag: of the samples whose drift is measured; None: of none.
         """
-        sums: dict[str, torch.Tensor] = {}
-        for rows in self._rows(part.groups):
+        batches = self._rows(part.groups)
+        own = [rows for rows in batches if rows is not None]
+        sums = {
+            _COMPUTED: torch.tensor(float(sum(row.length for rows in own for row in rows))),
+            _POSITIONS: torch.tensor(float(sum(len(rows) * max(row.length for row in rows) for rows in own))),
+        }
+        for number, rows in enumerate(batches, start=1):
+            self.backend.begin_micro_batch(is_last=number == len(batches))
             if rows is None:
                 self._idle()
                 continue
@@ -250,6 +268,9 @@ class Trainer:
             )
         return found
 
+
+_COMPUTED, _POSITIONS = "computed", "positions"
+"""Tokens that went through forward and backward, prompts included; and with the padding of their micro-batches."""
 
 _ONE_TOKEN = np.zeros(1, dtype="i4")
 _NOTHING = [
