@@ -196,6 +196,7 @@ async def serve(broker: str, instance: str) -> None:
     crew = await asyncio.to_thread(Crew.join)
     if crew.rank > 0:
         await asyncio.to_thread(follow, crew)
+        crew.leave()
         return
     member = Member(broker, "learner", instance, stage="learner")
     await member.join()

@@ -28,6 +28,7 @@ def main() -> None:
     crew = Crew.join()
     if crew.rank > 0:
         follow(crew)
+        crew.leave()
         return
     checkpoint = settings.pop("checkpoint", None)
     seeds = settings.pop("seeds")
