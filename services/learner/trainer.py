@@ -21,6 +21,7 @@ from services.compute.optimizer import Optimizer
 from services.compute.packing import GroupBatch, PackedRows, Row, in_batches, micro_batches, pack, rows_of, unpack
 from services.learner.batch import Part, StepBatch, step_batch
 from services.learner.crew import Crew
+from services.learner.measures import add, fresh_drift, means
 from shared.algorithms import Algorithm, load_algorithm
 from shared.algorithms.base import LossInput, State
 from shared.algorithms.losses import Denominators, aggregate, kl_k3, log_ratio
@@ -77,15 +78,15 @@ class Trainer:
             # Later parts are computed with other weights than the engine's.
             own = self._gradients(part, batch.state, seconds, fresh_lag=batch.fresh_lag if number == 0 else None)
             for measured in self._crew.gather({name: float(value) for name, value in own.items()}):
-                _add(sums, {name: torch.tensor(value) for name, value in measured.items()})
+                add(sums, {name: torch.tensor(value) for name, value in measured.items()})
             if number == 0:
-                check_drift(_means(sums), self.version, self.config.learner.drift_stop)
+                check_drift(means(sums), self.version, self.config.learner.drift_stop)
             before = time.perf_counter()
             with self._room.during("the optimizer's step"):
                 norms.append(float(self.optimizer.step()))
             seconds["time/optimizer_s"] += time.perf_counter() - before
         computed, positions = (float(sums.pop(name, 0.0)) for name in (_COMPUTED, _POSITIONS))
-        metrics = batch.metrics | _means(sums) | {"lr": self.optimizer.lr}
+        metrics = batch.metrics | means(sums) | {"lr": self.optimizer.lr}
         metrics["loss"] /= max(len(parts), 1)
         if norms:
             metrics["grad_norm"] = sum(norms) / len(norms)
@@ -163,7 +164,7 @@ class Trainer:
                 continue
             work = partial(self._micro_batch, part.whole, state, seconds, fresh_lag)
             for measures in self._room.compute(rows, work, self.backend.discard_gradients):
-                _add(sums, measures)
+                add(sums, measures)
         return sums
 
     def _micro_batch(
@@ -179,7 +180,7 @@ class Trainer:
         loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, whole)
         measures |= {"loss": loss.detach(), "entropy": entropy.detach()[counted].sum()}
         if fresh_lag is not None:
-            measures |= _fresh_drift(packed, logprobs.detach(), fresh_lag)
+            measures |= fresh_drift(packed, logprobs.detach(), fresh_lag)
         middle = time.perf_counter()
         (loss * self._crew.size).backward()  # type: ignore[no-untyped-call]  # gradients are averaged over ranks
         with self._room.during("the sum of the gradients"):
@@ -256,8 +257,8 @@ class Trainer:
         sums: dict[str, torch.Tensor] = {}
         for rows in micro_batches([batch], self._room.max_tokens):  # each rank computes all of it
             for measures in self._room.compute(rows, self._measured):
-                _add(sums, measures)
-        found = _means(sums)
+                add(sums, measures)
+        found = means(sums)
         allowed = tolerance(self.config)
         if not found["drift/mean"] <= allowed or found.get("clip_fraction", 0.0) > 0.05:
             raise SelfCheckError(
@@ -287,49 +288,6 @@ _NOTHING = [
     )
 ]
 """Rows that add nothing."""
-
-
-@torch.no_grad()
-def _fresh_drift(packed: PackedRows, logprobs: torch.Tensor, lag: int) -> dict[str, torch.Tensor]:
-    """Sums of |learner − engine|, k3 and the lag, and the largest distance, on samples of this lag; {} without any.
-
-    A whole sample counts by the version it began with: the engine keeps keys and values over a swap, so that a token
-    sampled by the learner's own version after older ones is none that the learner would compute alike.
-    """
-    behavior = packed.columns["behavior_logprobs"]
-    chosen = torch.from_numpy(packed.mask & (packed.lag == lag) & np.isfinite(behavior))
-    if not chosen.any():
-        return {}
-    new, old = logprobs[chosen], torch.from_numpy(behavior)[chosen]
-    distance = (new - old).abs()
-    return {
-        "drift/fresh/tokens": chosen.sum(),
-        "drift/fresh/lag": lag * chosen.sum(),
-        "drift/fresh/mean": distance.sum(),
-        "drift/fresh/max": distance.max(),
-        "drift/fresh/k3": kl_k3(old, new).sum(),
-    }
-
-
-def _add(sums: dict[str, torch.Tensor], measures: dict[str, torch.Tensor]) -> None:
-    """Add up over micro-batches; a `…/max` keeps the largest."""
-    for name, value in measures.items():
-        if name not in sums:
-            sums[name] = value
-        elif name.endswith("/max"):
-            sums[name] = torch.maximum(sums[name], value)
-        else:
-            sums[name] = sums[name] + value
-
-
-def _means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Means over the tokens that were trained, or over the freshest; the loss, counts and maxima as they are."""
-    values = {name: float(value) for name, value in sums.items()}
-    tokens = values.pop("tokens", 0.0)
-    for name in values.keys() - {"loss", "drift/missing", "drift/fresh/tokens"}:
-        if not name.endswith("/max"):
-            values[name] /= max(values["drift/fresh/tokens"] if name.startswith("drift/fresh/") else tokens, 1.0)
-    return {"loss": 0.0} | values
 
 
 def load_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None, crew: Crew | None = None) -> Trainer:
