@@ -232,6 +232,14 @@ class Learner(Training):
     )
 
     ranks: Positive = Field(1, description="processes that share the policy (FSDP2), started by torchrun on this host")
+    copies: Positive = Field(
+        1, description="copies of the policy that the ranks hold; each is shared by ranks / copies of them (HSDP)"
+    )
+    sync_once: bool = Field(
+        False,
+        description="with ranks: sum the gradients over them once an optimizer step and not in each micro-batch; every "
+        "rank needs memory for the gradient of the whole policy then",
+    )
     drift_warn: float | None = Field(
         None,
         gt=0,
@@ -243,6 +251,12 @@ class Learner(Training):
         gt=0,
         description="the same, before the run ends; default: it never does",
     )
+
+    @model_validator(mode="after")
+    def _copies_fit(self) -> Self:
+        if self.ranks % self.copies:
+            raise ValueError(f"{self.ranks} ranks cannot hold {self.copies} copies of equal size")
+        return self
 
 
 class Reference(Section):

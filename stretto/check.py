@@ -78,6 +78,7 @@ def check_run(config: RunConfig, hosted: Mapping[str, Function] = MappingProxyTy
         faults.append("metrics.wandb needs wandb, which is not installed: pip install 'stretto[wandb]'")
     if config.rollout.engine == "vllm":
         attempt(check_vllm, config.rollout)
+    attempt(_check_lora, config)
     prompt = first_prompts(train, 1)[0] if train is not None else None
     sizes: dict[str, int | None] = {}
     for scoring, before in config.scoring.values():
@@ -163,6 +164,11 @@ def _data(config: RunConfig, source: str, split: str) -> Dataset:
 def signals_of(config: RunConfig) -> list[Signal]:
     """All signals of a run: of the reward, the cost, and then of the run's own stages."""
     return [signal for scoring, _ in config.scoring.values() for signal in scoring.signals]
+
+
+def _check_lora(config: RunConfig) -> None:
+    if config.learner.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError("learner.lora needs peft, which is not installed: pip install 'stretto[lora]'")
 
 
 def _reward_model(signal: Signal) -> int | None:

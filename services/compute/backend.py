@@ -27,6 +27,9 @@ class Backend(Protocol):
     def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the samples' tokens and entropies there, [K] float32 each, with gradient."""
 
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """A forward and backward pass follows; is_last: the last one before the optimizer's step."""
+
     def collect_gradients(self) -> None:
         """Add the gradients of the compute weights to those of the masters, and clear them."""
 

@@ -90,6 +90,9 @@ class HFModel:
         ).last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(rows.source)]
 
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Nothing to do: there are no ranks to wait for."""
+
     def collect_gradients(self) -> None:
         """Add the gradients of the compute weights to those of the masters, and clear them."""
         for name, master in self.parameters.items():

@@ -80,9 +80,18 @@ def micro_batches(groups: list[GroupBatch], max_tokens: int) -> list[list[Row]]:
 
     Rows of like length go together; a group that is too long for one micro-batch is split between samples.
     """
-    rows = sorted((row for group in groups for row in _rows(group, max_tokens)), key=lambda row: row.length)
+    return in_batches(rows_of(groups, max_tokens), max_tokens)
+
+
+def rows_of(groups: list[GroupBatch], max_tokens: int) -> list[Row]:
+    """The samples that teach something, those of a group in as few rows of at most `max_tokens` tokens as fit."""
+    return [row for group in groups for row in _rows(group, max_tokens)]
+
+
+def in_batches(rows: list[Row], max_tokens: int) -> list[list[Row]]:
+    """Rows in micro-batches, the shortest first."""
     batches: list[list[Row]] = []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.length):
         if batches and row.length * (len(batches[-1]) + 1) <= max_tokens:
             batches[-1].append(row)
         else:
@@ -91,7 +100,6 @@ def micro_batches(groups: list[GroupBatch], max_tokens: int) -> list[list[Row]]:
 
 
 def _rows(group: GroupBatch, max_tokens: int) -> list[Row]:
-    """The samples that teach something, in as few rows as fit."""
     rows: list[Row] = []
     for i, tokens in enumerate(group.tokens):
         if not len(tokens) or not group.mask[i].any():

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,7 +21,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from services.compute.hf import HFBackend, checkpoint_gradients, load_model
 from services.compute.lora import Adapter
 from services.compute.packing import PackedRows
-from shared.config import Learner, Training
+from shared.config import Learner
+
+
+def _mesh(copies: int) -> DeviceMesh:
+    """All ranks: [copies, ranks of each], or one dimension where there is one copy."""
+    size = dist.get_world_size()
+    if copies == 1:
+        return init_device_mesh("cpu", (size,))
+    return init_device_mesh("cpu", (copies, size // copies), mesh_dim_names=("replicate", "shard"))
 
 
 class _Root(torch.nn.Module):
@@ -40,7 +50,7 @@ class ShardedBackend(HFBackend):
         self,
         model: Any,
         tokenizer: Any,
-        training: Training,
+        training: Learner,
         tell: Callable[..., None],
         *,
         adapter: Adapter | None = None,
@@ -54,10 +64,11 @@ class ShardedBackend(HFBackend):
         if training.gradient_checkpointing:
             checkpoint_gradients(model)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        mesh = _mesh(training.copies)
         for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
-            fully_shard(layer, mp_policy=policy)
-        self._root: torch.nn.Module = _Root(model)
-        fully_shard(self._root, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        self._root: Any = fully_shard(_Root(model), mesh=mesh, mp_policy=policy)
+        self._syncs_once = training.sync_once
         self._weights = dict(model.named_parameters())
         self.parameters = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
 
@@ -91,6 +102,10 @@ class ShardedBackend(HFBackend):
         with torch.no_grad():
             found: np.ndarray = self._root(super().score, tokens)
         return found
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Have this backward pass sum the gradients over the ranks, or keep them, whole, for the last one to do so."""
+        self._root.set_requires_gradient_sync(is_last or not self._syncs_once)
 
     def collect_gradients(self) -> None:
         """Nothing to do: the backward pass leaves them with the masters."""

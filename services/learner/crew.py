@@ -65,22 +65,15 @@ class Crew:
                 groups.append(group)
             yield header["order"], groups, header["values"]
 
-    def share(self, work: Sequence[T], weight: Sequence[int]) -> list[T | None]:
-        """This rank's part of what all ranks list alike, the heaviest first to whoever has least; None: nothing to do.
-
-        All parts have one length, so that ranks that wait for each other in each piece do not wait for ever.
-        """
-        if self.size == 1:
-            return list(work)
+    def share(self, work: Sequence[T], weight: Sequence[int]) -> list[list[T]]:
+        """The parts of all ranks in what all of them list alike, the heaviest first to whoever has least."""
         parts: list[list[T]] = [[] for _ in range(self.size)]
         loads = [0] * self.size
         for i in sorted(range(len(work)), key=lambda i: -weight[i]):
             least = loads.index(min(loads))
             parts[least].append(work[i])
             loads[least] += weight[i]
-        longest = max(map(len, parts))
-        own = parts[self.rank]
-        return [*own, *[None] * (longest - len(own))]
+        return parts
 
     def gather(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         """The numbers of all ranks, in their order, on all ranks."""

@@ -40,6 +40,7 @@ class LearnerService:
         self._config = member.config
         self._checkpoints = Checkpoints(Path(member.run_folder) / "checkpoints", self._config.checkpoint)
         self._saved_version = 0
+        self._waited_s = 0.0
         self._writing: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -51,7 +52,9 @@ class LearnerService:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 while self._trainer.version < self._member.total_steps:
+                    asked = time.perf_counter()
                     groups = await self._lease()
+                    self._waited_s += time.perf_counter() - asked
                     if groups is None:
                         break
                     if self._publisher.is_forgotten:
@@ -125,6 +128,7 @@ class LearnerService:
             learning.cancel()
         await self._publish()
         metrics |= self._publisher.figures | {"time/update_s": time.perf_counter() - started}
+        metrics["perf/lease_wait_s"], self._waited_s = self._waited_s, 0.0
         commit = Commit(
             lineage=self._member.lineage,
             version=self._trainer.version,
@@ -192,6 +196,7 @@ async def serve(broker: str, instance: str) -> None:
     crew = await asyncio.to_thread(Crew.join)
     if crew.rank > 0:
         await asyncio.to_thread(follow, crew)
+        crew.leave()
         return
     member = Member(broker, "learner", instance, stage="learner")
     await member.join()

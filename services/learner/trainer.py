@@ -18,9 +18,10 @@ from services.compute.hf import HFBackend
 from services.compute.lora import ADAPTER_FILE
 from services.compute.memory import Room
 from services.compute.optimizer import Optimizer
-from services.compute.packing import GroupBatch, PackedRows, Row, micro_batches, pack, unpack
+from services.compute.packing import GroupBatch, PackedRows, Row, in_batches, micro_batches, pack, rows_of, unpack
 from services.learner.batch import Part, StepBatch, step_batch
 from services.learner.crew import Crew
+from services.learner.measures import add, fresh_drift, means
 from shared.algorithms import Algorithm, load_algorithm
 from shared.algorithms.base import LossInput, State
 from shared.algorithms.losses import Denominators, aggregate, kl_k3, log_ratio
@@ -77,14 +78,15 @@ class Trainer:
             # Later parts are computed with other weights than the engine's.
             own = self._gradients(part, batch.state, seconds, fresh_lag=batch.fresh_lag if number == 0 else None)
             for measured in self._crew.gather({name: float(value) for name, value in own.items()}):
-                _add(sums, {name: torch.tensor(value) for name, value in measured.items()})
+                add(sums, {name: torch.tensor(value) for name, value in measured.items()})
             if number == 0:
-                check_drift(_means(sums), self.version, self.config.learner.drift_stop)
+                check_drift(means(sums), self.version, self.config.learner.drift_stop)
             before = time.perf_counter()
             with self._room.during("the optimizer's step"):
                 norms.append(float(self.optimizer.step()))
             seconds["time/optimizer_s"] += time.perf_counter() - before
-        metrics = batch.metrics | _means(sums) | {"lr": self.optimizer.lr}
+        computed, positions = (float(sums.pop(name, 0.0)) for name in (_COMPUTED, _POSITIONS))
+        metrics = batch.metrics | means(sums) | {"lr": self.optimizer.lr}
         metrics["loss"] /= max(len(parts), 1)
         if norms:
             metrics["grad_norm"] = sum(norms) / len(norms)
@@ -92,7 +94,9 @@ class Trainer:
         self.state = self._algorithm.after_step(batch.state, metrics)
         self.optimizer.advance()
         self.version += 1
-        metrics |= seconds | {"time/step_s": time.perf_counter() - started}
+        step_s = time.perf_counter() - started
+        metrics |= seconds | {"time/step_s": step_s, "perf/tokens_per_s": computed / step_s}
+        metrics["perf/padding"] = 1.0 - computed / max(positions, 1.0) if computed else 0.0
         metrics["memory/halved"] = float(self._room.halved - halved)
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
             names = ", ".join(group.group_id for group in batch.groups)
@@ -103,9 +107,18 @@ class Trainer:
         return metrics
 
     def _rows(self, groups: list[GroupBatch]) -> list[list[Row] | None]:
-        """This rank's micro-batches; None: one that it has no rows for, while other ranks have."""
-        batches = micro_batches(groups, self._room.max_tokens)
-        return self._crew.share(batches, [sum(row.length for row in rows) for rows in batches])
+        """This rank's micro-batches, of like many tokens as those of the others; None: others have one more."""
+        parts = [in_batches(part, self._room.max_tokens) for part in self._shares(groups)]
+        own, longest = parts[self._crew.rank], max(map(len, parts))
+        return [*own, *[None] * (longest - len(own))]
+
+    def _shares(self, groups: list[GroupBatch]) -> list[list[Row]]:
+        """The rows of all ranks. No row is longer than what one of them has on average, or some could have none."""
+        max_tokens, ranks = self._room.max_tokens, self._crew.size
+        rows = rows_of(groups, max_tokens)
+        if ranks > 1:
+            rows = rows_of(groups, min(max_tokens, sum(row.length for row in rows) // ranks))
+        return self._crew.share(rows, [row.length for row in rows])
 
     def _idle(self) -> None:
         """Take part in a micro-batch of the other ranks, with nothing of one's own."""
@@ -138,14 +151,20 @@ class Trainer:
 
         fresh_lag: of the samples whose drift is measured; None: of none.
         """
-        sums: dict[str, torch.Tensor] = {}
-        for rows in self._rows(part.groups):
+        batches = self._rows(part.groups)
+        own = [rows for rows in batches if rows is not None]
+        sums = {
+            _COMPUTED: torch.tensor(float(sum(row.length for rows in own for row in rows))),
+            _POSITIONS: torch.tensor(float(sum(len(rows) * max(row.length for row in rows) for rows in own))),
+        }
+        for number, rows in enumerate(batches, start=1):
+            self.backend.begin_micro_batch(is_last=number == len(batches))
             if rows is None:
                 self._idle()
                 continue
             work = partial(self._micro_batch, part.whole, state, seconds, fresh_lag)
             for measures in self._room.compute(rows, work, self.backend.discard_gradients):
-                _add(sums, measures)
+                add(sums, measures)
         return sums
 
     def _micro_batch(
@@ -161,7 +180,7 @@ class Trainer:
         loss = aggregate(losses, sample, packed.n_samples, self._algorithm.aggregation, whole)
         measures |= {"loss": loss.detach(), "entropy": entropy.detach()[counted].sum()}
         if fresh_lag is not None:
-            measures |= _fresh_drift(packed, logprobs.detach(), fresh_lag)
+            measures |= fresh_drift(packed, logprobs.detach(), fresh_lag)
         middle = time.perf_counter()
         (loss * self._crew.size).backward()  # type: ignore[no-untyped-call]  # gradients are averaged over ranks
         with self._room.during("the sum of the gradients"):
@@ -238,8 +257,8 @@ class Trainer:
         sums: dict[str, torch.Tensor] = {}
         for rows in micro_batches([batch], self._room.max_tokens):  # each rank computes all of it
             for measures in self._room.compute(rows, self._measured):
-                _add(sums, measures)
-        found = _means(sums)
+                add(sums, measures)
+        found = means(sums)
         allowed = tolerance(self.config)
         if not found["drift/mean"] <= allowed or found.get("clip_fraction", 0.0) > 0.05:
             raise SelfCheckError(
@@ -250,6 +269,9 @@ class Trainer:
             )
         return found
 
+
+_COMPUTED, _POSITIONS = "computed", "positions"
+"""Tokens that went through forward and backward, prompts included; and with the padding of their micro-batches."""
 
 _ONE_TOKEN = np.zeros(1, dtype="i4")
 _NOTHING = [
@@ -266,49 +288,6 @@ _NOTHING = [
     )
 ]
 """Rows that add nothing."""
-
-
-@torch.no_grad()
-def _fresh_drift(packed: PackedRows, logprobs: torch.Tensor, lag: int) -> dict[str, torch.Tensor]:
-    """Sums of |learner − engine|, k3 and the lag, and the largest distance, on samples of this lag; {} without any.
-
-    A whole sample counts by the version it began with: the engine keeps keys and values over a swap, so that a token
-    sampled by the learner's own version after older ones is none that the learner would compute alike.
-    """
-    behavior = packed.columns["behavior_logprobs"]
-    chosen = torch.from_numpy(packed.mask & (packed.lag == lag) & np.isfinite(behavior))
-    if not chosen.any():
-        return {}
-    new, old = logprobs[chosen], torch.from_numpy(behavior)[chosen]
-    distance = (new - old).abs()
-    return {
-        "drift/fresh/tokens": chosen.sum(),
-        "drift/fresh/lag": lag * chosen.sum(),
-        "drift/fresh/mean": distance.sum(),
-        "drift/fresh/max": distance.max(),
-        "drift/fresh/k3": kl_k3(old, new).sum(),
-    }
-
-
-def _add(sums: dict[str, torch.Tensor], measures: dict[str, torch.Tensor]) -> None:
-    """Add up over micro-batches; a `…/max` keeps the largest."""
-    for name, value in measures.items():
-        if name not in sums:
-            sums[name] = value
-        elif name.endswith("/max"):
-            sums[name] = torch.maximum(sums[name], value)
-        else:
-            sums[name] = sums[name] + value
-
-
-def _means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Means over the tokens that were trained, or over the freshest; the loss, counts and maxima as they are."""
-    values = {name: float(value) for name, value in sums.items()}
-    tokens = values.pop("tokens", 0.0)
-    for name in values.keys() - {"loss", "drift/missing", "drift/fresh/tokens"}:
-        if not name.endswith("/max"):
-            values[name] /= max(values["drift/fresh/tokens"] if name.startswith("drift/fresh/") else tokens, 1.0)
-    return {"loss": 0.0} | values
 
 
 def load_trainer(config: RunConfig, total_steps: int, checkpoint: Path | None, crew: Crew | None = None) -> Trainer:

@@ -95,6 +95,9 @@ def emulated_trainer(config: RunConfig, total_steps: int, checkpoint: Path | Non
         def logprobs(self, rows: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
             return self._weights[torch.from_numpy(rows.target)], torch.zeros(len(rows.target))
 
+        def begin_micro_batch(self, *, is_last: bool) -> None:
+            pass
+
         def collect_gradients(self) -> None:
             master = self.parameters["table"]
             master.grad = self._weights.grad if master.grad is None else master.grad + self._weights.grad

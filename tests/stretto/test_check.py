@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+<<<<<<< HEAD
 import socket
+=======
+import re
+>>>>>>> learner
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +118,22 @@ def test_a_run_with_vllm_needs_vllm_and_leaves_it_what_the_run_decides(
     tree["rollout"]["vllm"]["args"] = {"swap_space": 1}
     config = parse_config(tree)
     assert "2 × 2 MiB of weights" in dict(derived(config, check_run(config)))["memory of a rollout"]
+
+
+def test_an_adapter_needs_peft_and_no_memory_for_gradients_of_the_whole_policy(tree, monkeypatch):
+    tree["learner"] = {"lora": {"rank": 4}, "dtype": "float32"}
+    config = parse_config(tree)
+    memory = dict(derived(config, check_run(config)))["memory of the learner"]
+    assert re.match(r"\d+ MiB of frozen weights, 16 bytes for each weight of the adapter", memory)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"learner\.lora needs peft, .*pip install 'stretto\[lora\]'"):
+        check_run(config)
+
+
+def test_ranks_that_cannot_be_shared_out_are_refused(tree):
+    tree["learner"] = {"ranks": 4, "copies": 3}
+    with pytest.raises(ConfigError, match="learner: 4 ranks cannot hold 3 copies of equal size"):
+        parse_config(tree)
 
 
 @pytest.fixture

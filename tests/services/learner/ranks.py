@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
@@ -27,10 +28,19 @@ def main() -> None:
     crew = Crew.join()
     if crew.rank > 0:
         follow(crew)
+        crew.leave()
         return
     checkpoint = settings.pop("checkpoint", None)
     seeds = settings.pop("seeds")
     config = make_config(model, **settings)
+    reductions, reduce = 0, dist.reduce_scatter_single
+
+    def counted(*arguments, **others):
+        nonlocal reductions
+        reductions += 1
+        return reduce(*arguments, **others)
+
+    dist.reduce_scatter_single = counted
     trainer = load_trainer(config, 10, None if checkpoint is None else Path(checkpoint), crew)
     steps = []
     for seed in seeds:
@@ -40,11 +50,20 @@ def main() -> None:
         trainer.backend.write_snapshot(weights)
         trainer.backend.use_snapshot(None)
         scores = trainer.backend.score(list(range(20)))
-        steps[-1]["scores"] = scores.tolist()
+        steps[-1] |= {"scores": scores.tolist(), "reductions": reductions}
+        reductions = 0
     saved = Checkpoints(folder / "checkpoints", Checkpoint()).save(trainer, lineage=0)
+    parts = [p.to_local() if crew.size > 1 else p for p in trainer.backend.parameters.values()]
     torch.save(weights, folder / "weights.pt")
     (folder / "steps.json").write_text(
-        json.dumps({"steps": steps, "checkpoint": str(saved), "version": trainer.version})
+        json.dumps(
+            {
+                "steps": steps,
+                "checkpoint": str(saved),
+                "version": trainer.version,
+                "own_weights": sum(part.numel() for part in parts),
+            }
+        )
     )
     crew.leave()
 

@@ -88,6 +88,16 @@ def test_a_step_moves_version_and_weights(new_trainer):
     assert any(not torch.equal(before[name], p) for name, p in trainer.backend.parameters.items())
 
 
+def test_a_step_tells_how_many_tokens_it_computed_and_how_much_was_padding(new_trainer):
+    groups = [make_group(seed) for seed in range(3)]
+    lengths = [len(g.columns["prompt_tokens"]) + len(g.columns["tokens"]) - 4 for g in groups]
+    metrics = new_trainer().step(groups)
+    assert metrics["perf/tokens_per_s"] * metrics["time/step_s"] == pytest.approx(sum(lengths))
+    assert metrics["perf/padding"] == pytest.approx(1 - sum(lengths) / (3 * max(lengths)))
+    nothing = new_trainer().step([make_group(1, rewards=[1.0] * 4)])
+    assert (nothing["perf/tokens_per_s"], nothing["perf/padding"]) == (0, 0)
+
+
 def test_a_step_without_any_advantage_moves_the_version_and_nothing_else(new_trainer):
     trainer = new_trainer()
     before = {name: p.detach().clone() for name, p in trainer.backend.parameters.items()}
