@@ -95,7 +95,7 @@ class Trainer:
         self.optimizer.advance()
         self.version += 1
         step_s = time.perf_counter() - started
-        metrics |= seconds | {"time/step_s": step_s, "perf/tokens_per_s": computed / step_s}
+        metrics |= seconds | {"time/step_s": step_s, "perf/tokens_per_second": computed / step_s}
         metrics["perf/padding"] = 1.0 - computed / max(positions, 1.0) if computed else 0.0
         metrics["memory/halved"] = float(self._room.halved - halved)
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-<<<<<<< HEAD
-import socket
-=======
 import re
->>>>>>> learner
+import socket
 import subprocess
 import sys
 from pathlib import Path

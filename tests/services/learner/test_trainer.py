@@ -92,10 +92,10 @@ def test_a_step_tells_how_many_tokens_it_computed_and_how_much_was_padding(new_t
     groups = [make_group(seed) for seed in range(3)]
     lengths = [len(g.columns["prompt_tokens"]) + len(g.columns["tokens"]) - 4 for g in groups]
     metrics = new_trainer().step(groups)
-    assert metrics["perf/tokens_per_s"] * metrics["time/step_s"] == pytest.approx(sum(lengths))
+    assert metrics["perf/tokens_per_second"] * metrics["time/step_s"] == pytest.approx(sum(lengths))
     assert metrics["perf/padding"] == pytest.approx(1 - sum(lengths) / (3 * max(lengths)))
     nothing = new_trainer().step([make_group(1, rewards=[1.0] * 4)])
-    assert (nothing["perf/tokens_per_s"], nothing["perf/padding"]) == (0, 0)
+    assert (nothing["perf/tokens_per_second"], nothing["perf/padding"]) == (0, 0)
 
 
 def test_a_step_without_any_advantage_moves_the_version_and_nothing_else(new_trainer):
