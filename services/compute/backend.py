@@ -25,7 +25,7 @@ class Backend(Protocol):
         """Of the weights of a snapshot, by name; where an adapter is trained these are not the masters."""
 
     def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the samples' tokens and entropies there, [K] float32 each, with gradient."""
+        """Log-probs of the samples' tokens and entropies there, [K] float32 on the CPU each, with gradient."""
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """A forward and backward pass follows; is_last: the last one before the optimizer's step."""

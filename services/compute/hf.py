@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from services.compute.device import compute_device
 from services.compute.logprobs import token_logprobs
 from services.compute.lora import Adapter
 from services.compute.optimizer import copied, gathered
@@ -57,6 +58,7 @@ class HFModel:
         self._model = model.eval()  # without dropout: with it, learner and engine would be different policies
         self._tokenizer = tokenizer
         self._adapter = adapter
+        self._device: torch.device = next(model.parameters()).device
         self._weights = dict(model.named_parameters())
         self._dtype: torch.dtype = getattr(torch, dtype if training is None else training.dtype)
         self._owners = {name: _owner(model, name) for name, _ in model.named_parameters()}
@@ -79,16 +81,21 @@ class HFModel:
     def hidden(self, rows: PackedRows) -> torch.Tensor:
         """[K, D] hidden states of the tokens that predict those of the samples, in the compute dtype."""
         n_rows, width = rows.ids.shape
-        self._model.set_attn_implementation("eager" if n_rows * width**2 <= EAGER_SCORES else "sdpa")
-        mask = torch.from_numpy(rows.attention())[:, None]
-        bias = torch.zeros(mask.shape, dtype=self._dtype).masked_fill_(~mask, torch.finfo(self._dtype).min)
+        is_plain = self._device.type == "cpu" and n_rows * width**2 <= EAGER_SCORES
+        self._model.set_attn_implementation("eager" if is_plain else "sdpa")
+        mask = self._here(rows.attention())[:, None]
+        bias = torch.zeros(mask.shape, dtype=self._dtype, device=self._device)
         hidden: torch.Tensor = self._model.base_model(
-            input_ids=torch.from_numpy(rows.ids),
-            position_ids=torch.from_numpy(rows.positions),
-            attention_mask=bias,
+            input_ids=self._here(rows.ids),
+            position_ids=self._here(rows.positions),
+            attention_mask=bias.masked_fill_(~mask, torch.finfo(self._dtype).min),
             use_cache=False,
         ).last_hidden_state
-        return hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(rows.source)]
+        return hidden.reshape(-1, hidden.shape[-1])[self._here(rows.source)]
+
+    def _here(self, array: np.ndarray) -> torch.Tensor:
+        """An array where the model is."""
+        return torch.from_numpy(array).to(self._device)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Nothing to do: there are no ranks to wait for."""
@@ -105,6 +112,8 @@ class HFModel:
             else:
                 master.grad += weight.grad
             weight.grad = None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # so that what takes the time is told
 
     def discard_gradients(self) -> None:
         """Forget the gradients of the compute weights."""
@@ -117,7 +126,7 @@ class HFModel:
         """Compute with these tensors from now on; without a copy where the dtype is that of the compute weights."""
         if self._adapter is not None:
             tensors = {name: master.detach() for name, master in self.parameters.items()}  # float32 as the masters are
-        elif tensors is None or any(tensor.dtype != self._dtype for tensor in tensors.values()):
+        elif tensors is None or any((t.dtype, t.device) != (self._dtype, self._device) for t in tensors.values()):
             # Parameters are cast one by one: `model.to(bfloat16)` would cast the rotary frequencies too.
             tensors = {name: master.detach().to(self._dtype, copy=True) for name, master in self.parameters.items()}
         for name in self.parameters:
@@ -173,9 +182,9 @@ class HFBackend(HFModel):
     def check(self, folder: str) -> None:
         """Raise DataError where the model makes more of its hidden states than `_chunk_logprobs` does."""
         tokens = self.probe_tokens(8)
-        logits = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
-        theirs, _ = token_logprobs(logits, torch.tensor(tokens[1:]), 1.0)
-        difference = float((torch.from_numpy(self.score(tokens)) - theirs).abs().max())
+        ids = torch.tensor([tokens], device=self._device)
+        theirs, _ = token_logprobs(self._model(input_ids=ids, use_cache=False).logits[0, :-1], ids[0, 1:], 1.0)
+        difference = float((torch.from_numpy(self.score(tokens)) - theirs.cpu()).abs().max())
         if not difference <= LOGITS_TOLERANCE:
             raise DataError(
                 f"the model {folder} ({type(self._model).__name__}) gives other log-probs than its lm_head alone, by "
@@ -184,8 +193,9 @@ class HFBackend(HFModel):
             )
 
     def logprobs(self, rows: PackedRows, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the samples' tokens and entropies there, [K] float32 each, with gradient."""
-        return self._token_logprobs(self.hidden(rows), torch.from_numpy(rows.target), temperature)
+        """Log-probs of the samples' tokens and entropies there, [K] float32 on the CPU each, with gradient."""
+        logprobs, entropy = self._token_logprobs(self.hidden(rows), self._here(rows.target), temperature)
+        return logprobs.cpu(), entropy.cpu()  # what comes after is small: losses know no devices
 
     def _token_logprobs(
         self, hidden: torch.Tensor, target: torch.Tensor, temperature: float
@@ -224,10 +234,10 @@ class HFBackend(HFModel):
     @torch.no_grad()
     def score(self, tokens: list[int]) -> np.ndarray:
         """[T-1] float32 log-probs of tokens[1:] at temperature 1."""
-        ids = torch.tensor([tokens])
+        ids = torch.tensor([tokens], device=self._device)
         self._model.set_attn_implementation("sdpa")  # as the engine scores: in bfloat16 another kernel rounds otherwise
         hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-        return self._chunk_logprobs(hidden, ids[0, 1:], 1.0)[0].numpy()
+        return self._chunk_logprobs(hidden, ids[0, 1:], 1.0)[0].cpu().numpy()
 
     def probe_tokens(self, length: int) -> list[int]:
         """Token ids of a fixed text, `length` of them."""
@@ -252,14 +262,17 @@ class HFCritic(HFModel):
         return critic
 
     def values(self, rows: PackedRows) -> torch.Tensor:
-        """[K] float32 value of the state before each token of the samples, with gradient."""
+        """[K] float32 value, on the CPU, of the state before each token of the samples, with gradient."""
         head = self._model.score if hasattr(self._model, "score") else self._model.classifier
         bias = None if head.bias is None else head.bias.float()
-        return torch.nn.functional.linear(self.hidden(rows).float(), head.weight.float(), bias)[:, 0]
+        return torch.nn.functional.linear(self.hidden(rows).float(), head.weight.float(), bias)[:, 0].cpu()
 
 
 def load_model(kind: Any, folder: str, tokenizer: str | None, dtype: str, **changes: Any) -> tuple[Any, Any, set[str]]:
-    """Model, tokenizer, and the names of parameters that the files lack. Raises DataError."""
+    """Model, on the GPU of this process if it has one, tokenizer, and names of parameters that the files lack.
+
+    Raises DataError.
+    """
     try:
         model, found = kind.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", output_loading_info=True, **changes
@@ -267,7 +280,7 @@ def load_model(kind: Any, folder: str, tokenizer: str | None, dtype: str, **chan
         words = AutoTokenizer.from_pretrained(tokenizer or folder)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot load the model {folder}: {str(error).splitlines()[0]}") from None
-    return model, words, set(found["missing_keys"])
+    return model.to(compute_device()), words, set(found["missing_keys"])
 
 
 def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

@@ -65,7 +65,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor that it has all of, cut as `other` is."""
+    """This rank's shard of a tensor that it has all of, cut as `other` is and where that is."""
+    tensor = tensor.to(other.device)
     if not isinstance(other, DTensor) or tensor.shape != other.shape:
         return tensor
     return distribute_tensor(tensor, other.device_mesh, other.placements)

@@ -24,12 +24,12 @@ from services.compute.packing import PackedRows
 from shared.config import Learner
 
 
-def _mesh(copies: int) -> DeviceMesh:
+def _mesh(device: torch.device, copies: int) -> DeviceMesh:
     """All ranks: [copies, ranks of each], or one dimension where there is one copy."""
     size = dist.get_world_size()
     if copies == 1:
-        return init_device_mesh("cpu", (size,))
-    return init_device_mesh("cpu", (copies, size // copies), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device.type, (size,))
+    return init_device_mesh(device.type, (copies, size // copies), mesh_dim_names=("replicate", "shard"))
 
 
 class _Root(torch.nn.Module):
@@ -64,7 +64,7 @@ class ShardedBackend(HFBackend):
         if training.gradient_checkpointing:
             checkpoint_gradients(model)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
-        mesh = _mesh(training.copies)
+        mesh = _mesh(self._device, training.copies)
         for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         self._root: Any = fully_shard(_Root(model), mesh=mesh, mp_policy=policy)
@@ -108,7 +108,9 @@ class ShardedBackend(HFBackend):
         self._root.set_requires_gradient_sync(is_last or not self._syncs_once)
 
     def collect_gradients(self) -> None:
-        """Nothing to do: the backward pass leaves them with the masters."""
+        """The backward pass leaves them with the masters: it is only waited for."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def use_snapshot(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
         """Nothing to do: layers are computed with what the masters are cast to."""

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from services.compute.device import compute_device
+
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=7)
@@ -34,7 +36,10 @@ class Crew:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend, device = "gloo", compute_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=PATIENCE)
         return cls(dist.get_rank(), size)
 

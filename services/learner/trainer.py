@@ -14,6 +14,7 @@ import torch
 
 from services.compute.backend import Backend
 from services.compute.checkpoint import restore
+from services.compute.device import peak_flops
 from services.compute.hf import HFBackend
 from services.compute.lora import ADAPTER_FILE
 from services.compute.memory import Room
@@ -97,6 +98,9 @@ class Trainer:
         step_s = time.perf_counter() - started
         metrics |= seconds | {"time/step_s": step_s, "perf/tokens_per_second": computed / step_s}
         metrics["perf/padding"] = 1.0 - computed / max(positions, 1.0) if computed else 0.0
+        if (peak := peak_flops()) is not None:
+            parameters = sum(map(math.prod, self.backend.shapes.values()))
+            metrics["perf/mfu"] = 6 * parameters * computed / step_s / (peak * self._crew.size)
         metrics["memory/halved"] = float(self._room.halved - halved)
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
             names = ", ".join(group.group_id for group in batch.groups)
