@@ -392,7 +392,7 @@ rows = ({"prompt": f"{1 // (not sys.argv[2:])}+{i}"} for i in itertools.count())
 trainer = GRPOTrainer(
     %r, actor_model=sys.argv[1], reward_model=lambda completion: len(completion) %% 2, data_provider=rows
 )
-print(trainer.train(resume=bool(sys.argv[2:])).steps, flush=True)
+print(trainer.train(resume=bool(sys.argv[2:]), progress=not sys.argv[2:]).steps, flush=True)
 """
 
 
@@ -435,5 +435,5 @@ def test_ctrl_c_in_a_script_saves_leaves_no_process_and_the_run_goes_on_with_the
 
     script.write_text(SCRIPT % (SMALL | {"steps": saved + 1, "folder": str(folder / "runs")}))
     again = subprocess.run([*command, "resume"], cwd=folder, capture_output=True, text=True, check=True)
-    assert again.stdout.endswith(f"\n{saved + 1}\n")
+    assert again.stdout == f"{saved + 1}\n"
     assert (run / "inputs" / "train.jsonl").read_bytes() == rows
