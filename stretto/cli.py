@@ -160,10 +160,10 @@ def merge(
     folder: Annotated[Path, typer.Argument(help="where the Hugging Face folder is written")],
 ) -> None:
     """Merge an adapter into the model that it was trained beside."""
-    from services.compute.lora import merge as merge_adapter
-
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is there already, and not empty")
+    from services.compute.lora import merge as merge_adapter
+
     merge_adapter(checkpoint, folder)
     console.print(f"merged into {folder}", highlight=False, soft_wrap=True)
 

@@ -27,7 +27,9 @@ def test_a_run_trains_evaluates_saves_and_reports(workplace):
         report
     )
     assert (folder / "curves.png").stat().st_size > 10_000 and (folder / "timeline.png").stat().st_size > 5_000
-    assert [m["version"] for m in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    metrics = read_lines(folder / "metrics.jsonl")
+    assert [m["version"] for m in metrics] == [1, 2, 3, 4]
+    assert all(m["perf/lease_wait_s"] > 0 and m["memory/halved"] == 0 for m in metrics)
     assert sorted(e["version"] for e in read_lines(folder / "evaluations.jsonl")) == [0, 2, 4]
     assert (folder / "checkpoints" / "checkpoint-4" / "model.safetensors").is_file()
     train = report["groups"]["train"]
