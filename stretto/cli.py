@@ -30,6 +30,8 @@ models_app = typer.Typer(no_args_is_help=True, help="Small models by a short nam
 app.add_typer(models_app, name="models")
 keys_app = typer.Typer(no_args_is_help=True, help="Keys of the sockets, for networks that you do not trust.")
 app.add_typer(keys_app, name="keys")
+render_app = typer.Typer(no_args_is_help=True, help="The services of a run for compose and Kubernetes.")
+app.add_typer(render_app, name="render")
 console = Console()
 
 Config = Annotated[Path, typer.Argument(help="the run's YAML file")]
@@ -264,6 +266,29 @@ def settings() -> None:
 def version() -> None:
     """Print the version."""
     console.print(__version__, highlight=False)
+
+
+@render_app.command("compose")
+def render_compose(config: Config, overrides: Overrides = None) -> None:
+    """Print an override of docker-compose.yml: the run's stages, replicas and GPUs."""
+    from stretto.render import compose
+
+    print(compose(load_config(config, overrides)), end="")
+
+
+@render_app.command("k8s")
+def render_k8s(
+    config: Config,
+    folder: Annotated[Path, typer.Argument(help="where the overlay is written")],
+    overrides: Overrides = None,
+    manifests: Annotated[Path, typer.Option(help="Stretto's own manifests")] = Path("deploy/k8s"),
+) -> None:
+    """Write a kustomize overlay with the run's config, stages, replicas and GPUs."""
+    from stretto.render import kustomize
+
+    for file in kustomize(load_config(config, overrides), folder, manifests):
+        console.print(file, highlight=False, soft_wrap=True)
+    console.print(f"now: kubectl apply -k {folder}", highlight=False, soft_wrap=True)
 
 
 @models_app.command("pull")

@@ -8,4 +8,7 @@ fi
 if [ "$1" = serve ] && [ "${STRETTO_WAIT_FOR_KEYS:-}" = 1 ]; then
     while [ ! -f "$STRETTO_KEYS/client.json" ]; do sleep 0.2; done
 fi
+if [ "$1" = serve ] && [ "${STRETTO_RANKS:-1}" -gt 1 ]; then
+    exec torchrun --standalone --nproc-per-node="$STRETTO_RANKS" -m stretto "$@"
+fi
 exec stretto "$@"
