@@ -22,7 +22,7 @@ BIND = "tcp://0.0.0.0:5555"
 
 
 def compose(config: RunConfig) -> str:
-    """YAML for `docker compose -f docker-compose.yml -f …`. Raises ConfigError where no container reached the broker."""
+    """YAML for `docker compose -f docker-compose.yml -f …`. Raises ConfigError where none reaches the broker."""
     if config.broker.bind != BIND:
         raise ConfigError(f"broker.bind is {config.broker.bind}, where no other container reaches it: set it to {BIND}")
     gpus = plan_gpus(config.gpus, instances(config))

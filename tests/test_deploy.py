@@ -169,3 +169,26 @@ def test_a_broker_that_is_served_alone_is_asked_at_its_address_and_leaves_a_fold
             broker.kill()
     assert load_config(run / "config.yaml") == load_config(tmp_path / "mine.yaml")
     assert json.loads((run / "status.json").read_text())["stop_reason"] == "enough"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "program"),
+    [
+        ("1", "serve learner", "stretto serve learner"),
+        ("2", "serve learner", "torchrun --standalone --nproc-per-node=2 -m stretto serve learner"),
+        ("2", "status", "stretto status"),
+    ],
+)
+def test_the_entrypoint_starts_as_many_ranks_as_it_is_told(tmp_path, ranks, arguments, program):
+    for name in ("stretto", "torchrun"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "${0##*/}" "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "STRETTO_RANKS": ranks}
+    done = subprocess.run(
+        ["sh", ROOT / "deploy/docker/entrypoint.sh", *arguments.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == program
