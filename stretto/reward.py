@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -21,19 +23,21 @@ Answer = float | dict[str, str] | None
 
 
 def serve(score: Callable[..., Any], bind: str = "tcp://127.0.0.1:5555", *, batch: bool = False) -> None:
-    """Answer until interrupted.
+    """Answer until SIGINT (Ctrl-C) or SIGTERM.
 
     score: called with the arguments of a sample by name (`score(prompt, completion, **fields)`); it returns a number,
     None to abstain, or raises. It may be async. batch: it is called with a list of such maps and returns a list.
     Raises ConfigError where the address cannot be bound.
     """
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(score, bind, batch))
-    except KeyboardInterrupt:
-        pass
 
 
 async def _serve(score: Callable[..., Any], bind: str, batch: bool) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     listening = server(score, bind, batch=batch)
     log.info("scores samples", address=listening.address)
     await listening.run()

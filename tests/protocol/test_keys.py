@@ -199,14 +199,14 @@ async def test_what_was_recorded_on_the_way_cannot_be_sent_again(as_host):
         assert told == ["once"] and len(recorded) >= 3
         assert b"once" not in b"".join(recorded)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for data in recorded:
-            writer.write(data)
-        await writer.drain()
-        with contextlib.suppress(OSError):  # the server may have hung up by then
-            writer.write_eof()
         async with asyncio.timeout(20):
-            while await reader.read(1 << 16):  # until the server ends the connection
-                pass
+            with contextlib.suppress(OSError):  # the server may hang up at any time
+                for data in recorded:
+                    writer.write(data)
+                await writer.drain()
+                writer.write_eof()
+                while await reader.read(1 << 16):  # until the server ends the connection
+                    pass
         writer.close()
         await ask(server.address, "after")
         between.close()

@@ -47,7 +47,7 @@ serve(scores if sys.argv[2:] else score, sys.argv[1], batch=bool(sys.argv[2:]))
 
 
 @asynccontextmanager
-async def asked(folder, *arguments):
+async def asked(folder, *arguments, end=signal.SIGTERM):
     """Asks one server process, which is still there in the end."""
     address = f"ipc://{folder}/s"
     client = Client(address, peer="reward server")
@@ -59,7 +59,7 @@ async def asked(folder, *arguments):
         try:
             yield ask
             assert process.poll() is None
-            process.send_signal(signal.SIGINT)
+            process.send_signal(end)
             assert process.wait(10) == 0
         finally:
             process.kill()
@@ -71,7 +71,7 @@ def is_said(found, expected):
 
 
 async def test_whatever_a_function_does_its_server_answers(tmp_path):
-    async with asked(tmp_path) as ask:
+    async with asked(tmp_path, end=signal.SIGINT) as ask:
         found = await ask([{"does": does} for does in SAYS])
         assert [s for s, e in zip(found, SAYS.values(), strict=True) if not is_said(s, e)] == []
         assert "got an unexpected keyword argument" in (await ask([{"does": "1", "other": 2}]))[0]["invalid"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -416,7 +417,9 @@ def test_ctrl_c_in_a_script_saves_leaves_no_process_and_the_run_goes_on_with_the
     script.write_text(SCRIPT % (SMALL | {"steps": 1000, "folder": str(folder / "runs")}))
     command = [sys.executable, str(script), str(tiny_model)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=folder, **pipes) as process:
+    # Where the tests run in the background SIGINT is ignored, and that would be inherited.
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=folder, preexec_fn=heeded, **pipes) as process:
         await_line(process, "step 1/")
         processes = [os.pidfd_open(child) for child in children(process.pid)]
         assert len(processes) >= 5
