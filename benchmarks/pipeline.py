@@ -43,9 +43,13 @@ def run(model: str, steps: int, staleness: int) -> dict[str, float]:
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        run_folder = Path(folder) / "arithmetic"
-        report: dict[str, Any] = json.loads((run_folder / "report.json").read_text())
-        metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+        return figures_of(Path(folder) / "arithmetic", WARM_UP)
+
+
+def figures_of(run_folder: Path, warm_up: int) -> dict[str, float]:
+    """Figures of a run that has ended, from its steps after the first few."""
+    report: dict[str, Any] = json.loads((run_folder / "report.json").read_text())
+    metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][warm_up:]
     elapsed = metrics[-1]["time"] - metrics[0]["time"]
     sequences_per_s = sum(m["train/samples"] for m in metrics[1:]) / elapsed
     memory = {name: mib for name, mib in report["peak_memory_mib"].items() if mib is not None}

@@ -23,6 +23,9 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.pipeline import figures_of
 from stretto.models import pull
 
 ROOT = Path(__file__).parents[1]
@@ -99,14 +102,7 @@ def ours(case: dict[str, Any]) -> dict[str, float]:
     path.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "stretto", "train", str(path), "--plain"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    run_folder = Path(case["folder"]) / "run"
-    report = json.loads((run_folder / "report.json").read_text())
-    metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-    return {
-        "sequences_per_s": sum(m["train/samples"] for m in metrics[1:]) / (metrics[-1]["time"] - metrics[0]["time"]),
-        "peak_memory_mib": sum(mib for mib in report["peak_memory_mib"].values() if mib is not None),
-        "overlap_ratio": report["overlap_ratio"],
-    }
+    return figures_of(Path(case["folder"]) / "run", WARM_UP)
 
 
 def theirs(case: dict[str, Any], python: Path) -> dict[str, float]:

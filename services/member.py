@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from protocol.channel import Client
 from protocol.events import EventSubscriber
@@ -23,14 +23,16 @@ from protocol.messages import (
     Service,
     Welcome,
 )
-from services.exposition import Exposition
-from services.page import Page
+from services.process import shown
 from shared.account import TimeAccount
 from shared.config import RunConfig, parse_config
 from shared.errors import ProtocolError, RunStopped, Unreachable
 from shared.group import Columns
 from shared.log import log
 from shared.memory import memory_figures
+
+if TYPE_CHECKING:
+    from services.page import Page
 
 State = Literal["STARTING", "STALE", "SERVING", "DRAINING", "DEAD"]
 Answer = TypeVar("Answer", bound=Body)
@@ -72,7 +74,7 @@ class Member:
         self._beat_now = asyncio.Event()
         self._events = EventSubscriber()
         self._heard_at: float | None = None
-        self._exposition = Exposition(service, instance, self._fill, self._ailment)
+        self._exposition = shown(service, instance, self._fill, self._ailment)
 
     async def join(self, address: str | None = None) -> RunConfig:
         """Say hello and take the run's config from the answer. `address` is where this service listens, if it does.
@@ -80,7 +82,8 @@ class Member:
         Raises Unreachable where there is no broker.
         """
         self._address = address
-        await self._exposition.start()
+        if self._exposition is not None:
+            await self._exposition.start()
         hello = Hello(
             service=self.service,
             stage=self.stage,
@@ -191,7 +194,8 @@ class Member:
             log.warning("could not tell the broker that this service leaves", error=str(trouble))
         await self._client.close()
         self._events.close()
-        await self._exposition.close()
+        if self._exposition is not None:
+            await self._exposition.close()
 
     # What it shows over HTTP
 

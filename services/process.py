@@ -8,12 +8,15 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+if TYPE_CHECKING:
+    from services.exposition import Exposition
+    from services.page import Page
 from shared.errors import StrettoError
 from shared.log import configure_logging, log
 
@@ -21,6 +24,17 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 _NEW_OBJECTS_A_COLLECTION = 20_000
 """Python's 700 cost the broker a tenth of its time; what the services leave in cycles is little."""
+
+
+def shown(
+    service: str, instance: str, fill: Callable[[Page], None], ailment: Callable[[], str | None]
+) -> Exposition | None:
+    """What shows a service over HTTP; None, and nothing is imported for it, where STRETTO_METRICS asks for none."""
+    if not os.environ.get("STRETTO_METRICS"):
+        return None
+    from services.exposition import Exposition
+
+    return Exposition(service, instance, fill, ailment)
 
 
 def run_service(service: str, instance: str, work: Coroutine[Any, Any, None], log_file: Path | None) -> int:

@@ -77,6 +77,13 @@ def scores(stage: str) -> tuple[str, str]:
     return f"stage/{stage}", f"stage_status/{stage}"
 
 
+def scored_by(column: str) -> str | None:
+    """The stage whose value of each sample a column is; None for any other column."""
+    if column in ("rewards", "costs"):
+        return column.removesuffix("s")
+    return column.removeprefix("stage/") if column.startswith("stage/") else None
+
+
 def scoring_stage(name: str, signals: Iterable[str], after: Iterable[str] = ()) -> Stage:
     """The reward stage, the cost stage, or one of the run's own, with these signals. after: whose scores it needs."""
     provides = {*scores(name)}

@@ -74,11 +74,12 @@ def check_run(config: RunConfig, hosted: Mapping[str, Function] = MappingProxyTy
     train = attempt(_data, config, config.data.train, config.data.split)
     heldout = attempt(_data, config, config.data.heldout, config.data.heldout_split) if config.data.heldout else None
     model = attempt(_model, config)
-    if config.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
-        faults.append("metrics.wandb needs wandb, which is not installed: pip install 'stretto[wandb]'")
+    if config.metrics.wandb is not None:
+        attempt(_require, "wandb", "metrics.wandb", "wandb")
     if config.rollout.engine == "vllm":
         attempt(check_vllm, config.rollout)
-    attempt(_check_lora, config)
+    if config.learner.lora is not None:
+        attempt(_require, "peft", "learner.lora", "lora")
     prompt = first_prompts(train, 1)[0] if train is not None else None
     sizes: dict[str, int | None] = {}
     for scoring, before in config.scoring.values():
@@ -166,9 +167,10 @@ def signals_of(config: RunConfig) -> list[Signal]:
     return [signal for scoring, _ in config.scoring.values() for signal in scoring.signals]
 
 
-def _check_lora(config: RunConfig) -> None:
-    if config.learner.lora is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError("learner.lora needs peft, which is not installed: pip install 'stretto[lora]'")
+def _require(package: str, setting: str, extra: str) -> None:
+    """Raise ConfigError where the package that a setting needs is not there."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{setting} needs {package}, which is not installed: pip install 'stretto[{extra}]'")
 
 
 def _reward_model(signal: Signal) -> int | None:
@@ -177,8 +179,8 @@ def _reward_model(signal: Signal) -> int | None:
     folder, title = Path(signal.model), f"signal {signal.name}"
     if signal.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"{title}: its backend is vllm, which is not installed: pip install 'stretto[vllm]'")
-    if signal.dtype == "int8" and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"{title}: int8 needs torchao, which is not installed: pip install 'stretto[int8]'")
+    if signal.dtype == "int8":
+        _require("torchao", f"{title}: int8", "int8")
     if not folder.is_dir():
         if folder.is_absolute() or signal.model.startswith(".") or signal.model.count("/") > 1:
             raise ConfigError(f"{title}: there is no model folder {folder}")

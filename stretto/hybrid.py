@@ -122,6 +122,7 @@ class HybridGraph:
 
     def config(self) -> dict[str, Any]:
         """The run that this graph is, as a Trainer takes it. Raises ConfigError."""
+        order = self.order()
         generate, update = self.nodes[self._only(GenerateOp)], self.nodes[self._only(UpdateOp)]
         assert isinstance(generate, GenerateOp) and isinstance(update, UpdateOp)
         algorithm = {"name": update.algorithm} if isinstance(update.algorithm, str) else dict(update.algorithm)
@@ -134,10 +135,10 @@ class HybridGraph:
             "learner": dict(update.settings),
             "stages": [],
         }
-        for name in self.order():
+        for name in order:
             match self.nodes[name]:
                 case ScoreOp(source, at_least, settings):
-                    after = sorted(self._scores(name), key=self.order().index)
+                    after = sorted(self._scores(name), key=order.index)
                     section = {"name": name, "signals": read_signals(source, name), "at_least": at_least}
                     tree["stages"].append(section | {"after": [self._stage(b) for b in after]} | dict(settings))
                 case RewardOp(source, settings) | CostOp(source, settings) as op:

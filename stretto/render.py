@@ -26,8 +26,8 @@ def compose(config: RunConfig) -> str:
     if config.broker.bind != BIND:
         raise ConfigError(f"broker.bind is {config.broker.bind}, where no other container reaches it: set it to {BIND}")
     gpus = plan_gpus(config.gpus, instances(config))
-    services: dict[str, Any] = {}
-    for service, names in _services(config).items():
+    processes, own, services = _services(config), _own(config), dict[str, Any]()
+    for service, names in processes.items():
         sections: list[dict[str, Any]] = [{"deploy": {"replicas": len(names)}}]
         if any(gpus.get(name) != gpus.get(names[0]) for name in names):  # replicas of one service would share theirs
             sections = [{} for _ in names]
@@ -37,13 +37,13 @@ def compose(config: RunConfig) -> str:
                 section.setdefault("deploy", {})["resources"] = {"reservations": {"devices": [device]}}
             if service == "learner" and config.learner.ranks > 1:
                 section["environment"] = {"STRETTO_RANKS": str(config.learner.ranks)}
-            if is_own := service in _own(config):
+            if is_own := service in own:
                 section["command"] = f"serve {service}"
-            is_more = bool(services.get(service))
+            is_more = service in services
             if is_own or is_more:
                 section["extends"] = {"file": COMPOSE_FILE, "service": "reward" if is_own else service}
             services[name if is_more else service] = section
-    profiles = "".join(f"--profile {name} " for name in PROFILES if name in _services(config))
+    profiles = "".join(f"--profile {name} " for name in PROFILES if name in processes)
     title = f"# docker compose {profiles}-f {COMPOSE_FILE} -f THIS_FILE up\n"
     return title + yaml.safe_dump({"services": services}, sort_keys=False)
 
@@ -61,11 +61,9 @@ def kustomize(config: RunConfig, folder: Path, manifests: Path = MANIFESTS) -> l
     at = Path(os.path.relpath(manifests, folder))
     in_pods = {"folder": "/runs", "broker": config.broker.model_copy(update={"bind": BIND})}
     files = {"run.yaml": dump_config(config.model_copy(update=in_pods))}
-    for name in own:
-        files[f"{_dashed(name)}.yaml"] = (manifests / "base/reward.yaml").read_text()
     patches = [_gpu_patch(service, len(gpus[names[0]])) for service, names in services.items() if names[0] in gpus]
     for name in own:
-        files[f"{_dashed(name)}.yaml"] = _stage(files[f"{_dashed(name)}.yaml"], name)
+        files[f"{_dashed(name)}.yaml"] = _stage((manifests / "base/reward.yaml").read_text(), name)
         values = "/spec/podSelector/matchExpressions/0/values/-"
         patches.append(_patch("NetworkPolicy", "reward-servers", values, _dashed(name)))
     if config.learner.ranks > 1:

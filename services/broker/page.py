@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from services.page import Page
+if TYPE_CHECKING:
+    from services.page import Page
 
 STATES = ("running", "draining", "finished", "stopped", "failed")
 COUNTS = {

@@ -45,7 +45,7 @@ from services.broker.page import fill
 from services.broker.roster import Roster
 from services.broker.run import Run
 from services.changes import Changes
-from services.exposition import Exposition
+from services.process import shown
 from shared.addresses import advertised, host_of
 from shared.config import RunConfig
 from shared.errors import ProtocolError, RunStopped, StrettoError
@@ -342,10 +342,12 @@ async def serve(config: RunConfig, run_folder: Path, *, on_bound: Callable[[str,
     """
     broker = Broker(config, run_folder)
     stages = tuple(broker.run_state.stages)
-    exposition = Exposition("broker", "broker", lambda page: fill(page, broker.status(), stages), broker.ailment)
-    await exposition.start()
+    exposition = shown("broker", "broker", lambda page: fill(page, broker.status(), stages), broker.ailment)
+    if exposition is not None:
+        await exposition.start()
     on_bound(broker.address, broker.run_state.run_id)
     try:
         await broker.run()
     finally:
-        await exposition.close()
+        if exposition is not None:
+            await exposition.close()

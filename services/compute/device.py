@@ -17,6 +17,12 @@ def compute_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was told, so that what takes the time is measured."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def peak_flops() -> float | None:
     """What this process's GPU could do at most; None where that is not known, or there is none."""
     device = compute_device()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from services.compute.device import compute_device
+from services.compute.device import compute_device, wait_for
 from services.compute.logprobs import token_logprobs
 from services.compute.lora import Adapter
 from services.compute.optimizer import copied, gathered
@@ -112,8 +112,7 @@ class HFModel:
             else:
                 master.grad += weight.grad
             weight.grad = None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # so that what takes the time is told
+        wait_for(self._device)
 
     def discard_gradients(self) -> None:
         """Forget the gradients of the compute weights."""

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from services.compute.device import wait_for
 from services.compute.hf import HFBackend, checkpoint_gradients, load_model
 from services.compute.lora import Adapter
 from services.compute.packing import PackedRows
@@ -109,8 +110,7 @@ class ShardedBackend(HFBackend):
 
     def collect_gradients(self) -> None:
         """The backward pass leaves them with the masters: it is only waited for."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait_for(self._device)
 
     def use_snapshot(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
         """Nothing to do: layers are computed with what the masters are cast to."""

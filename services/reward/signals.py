@@ -15,6 +15,7 @@ import numpy as np
 from services.reward import builtin
 from shared.config import Signal
 from shared.errors import ConfigError, StrettoError
+from shared.graph import scored_by
 from shared.group import FinishReason, Prompt, RewardStatus, TrajectoryGroup
 from shared.plugins import load_plugin
 
@@ -146,11 +147,8 @@ def finite(value: float, what: str) -> Score:
 def arguments_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
     """What the functions are given for each sample of a group; the scores of stages before by the stage's name."""
     prompt = group.prompt
-    names = {"rewards": "reward", "costs": "cost"}
     before = {
-        names.get(column, column.removeprefix("stage/")): values.tolist()
-        for column, values in group.columns.items()
-        if column in names or column.startswith("stage/")
+        stage: values.tolist() for column, values in group.columns.items() if (stage := scored_by(column)) is not None
     }
     lengths = np.diff(group.columns["tokens_offsets"]).tolist()
     return [

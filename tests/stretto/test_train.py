@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import yaml
 from shared.config import RunConfig, parse_config
 from shared.errors import ConfigError, DataError, RunStopped
 from stretto.train import new_run_folder, resumed_run_folder
+from tests.stretto.processes import await_line, descriptors_of_children, gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,23 +102,6 @@ def training(folder: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def await_line(process: subprocess.Popen[str], start: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(start):
-            return
-    raise AssertionError(f"no line starts with {start!r}; stderr: {process.communicate()[1]}")
-
-
-def descriptors_of_children(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [os.pidfd_open(int(child)) for child in children]
-
-
-def gone(processes: list[int]) -> bool:
-    return all(select.select([process], [], [], 20.0)[0] for process in processes)
 
 
 def test_ctrl_c_saves_reports_ends_well_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import select
 import signal
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from shared.config import parse_config
 from shared.errors import ConfigError, DataError
 from stretto import GRPOTrainer, PPOTrainer, ReMaxTrainer, ResourcePool, SafeRLHFTrainer, Trainer
 from stretto.arguments import SHORT_KEYS
+from tests.stretto.processes import await_line, descriptors_of_children, gone
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -397,20 +396,6 @@ print(trainer.train(resume=bool(sys.argv[2:]), progress=not sys.argv[2:]).steps,
 """
 
 
-def children(pid: int) -> list[int]:
-    """Of any of its threads."""
-    found = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for each in found for child in each]
-
-
-def await_line(process: subprocess.Popen[str], start: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(start):
-            return
-    raise AssertionError(f"no line starts with {start!r}; stderr: {process.communicate()[1]}")
-
-
 @pytest.mark.timeout(600)
 def test_ctrl_c_in_a_script_saves_leaves_no_process_and_the_run_goes_on_with_the_same_prompts(folder, tiny_model):
     script = folder / "script.py"
@@ -421,14 +406,14 @@ def test_ctrl_c_in_a_script_saves_leaves_no_process_and_the_run_goes_on_with_the
     heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, cwd=folder, preexec_fn=heeded, **pipes) as process:
         await_line(process, "step 1/")
-        processes = [os.pidfd_open(child) for child in children(process.pid)]
+        processes = descriptors_of_children(process.pid)
         assert len(processes) >= 5
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert process.returncode != 0
     assert "KeyboardInterrupt" in err
     assert "ending: the learner saves what it has" in out
-    assert all(select.select([each], [], [], 20)[0] for each in processes)
+    assert gone(processes)
     assert not list((folder / "shm").iterdir())
     run = folder / "runs" / "grpo"
     rows = (run / "inputs" / "train.jsonl").read_bytes()
